@@ -1,0 +1,26 @@
+"""Penstock: an LLM inference and serving engine. Public names resolve lazily; importing this is free."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "penstock.api.llm",
+    "SamplingParams": "penstock.types.sampling",
+    "EngineConfig": "penstock.config.schema",
+    "RequestOutput": "penstock.types.outputs",
+}
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from penstock.api.llm import LLM
+    from penstock.config.schema import EngineConfig
+    from penstock.types.outputs import RequestOutput
+    from penstock.types.sampling import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'penstock' has no attribute '{name}'")

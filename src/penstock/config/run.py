@@ -1,0 +1,60 @@
+"""`RunConfig`: what the run will be. Every `auto` is gone; nothing decides later. Made by `resolve`."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class CapacityPolicy(StrEnum):
+    """How much cache a sequence must find before it starts."""
+
+    MAX_UTILIZATION = (
+        "MAX_UTILIZATION"  # room for its prompt; preempt by recompute when blocks run out
+    )
+    GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"  # room for its prompt and all of its output
+
+
+class QueuePolicy(StrEnum):
+    """Who waits in front."""
+
+    PRIORITY = "priority"  # larger request priority first, equal ones first come first served
+    FCFS = "fcfs"  # first come first served, priorities are not looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A setting that was decided here, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    model: str  # as the user named it
+    model_path: str  # local folder
+    load_format: str  # "auto" or "dummy"
+    dtype: str  # "bfloat16", "float16", "float32"
+    device: str  # "cuda" or "cpu"
+    num_threads: int
+    tp_size: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    max_queued: int
+    chunked_prefill: bool
+    capacity_policy: CapacityPolicy
+    depth: int  # steps in flight: 1 synchronous, 2 overlapped
+    tokens_per_block: int
+    block_reuse: bool
+    partial_reuse: bool
+    kv_dtype: str
+    kv_max_tokens: int | None
+    kv_memory_fraction: float  # of the memory left after weights and activations, on a GPU
+    kv_cpu_bytes: int  # pool size on a CPU
+    attention_backend: str  # name of an implementation
+    graph_batch_sizes: tuple[int, ...]  # ascending; empty: no CUDA graphs
+    graph_padding: bool
+    seed: int  # of dummy weights and unseeded requests
+    queue_policy: QueuePolicy = QueuePolicy.PRIORITY
+    choices: tuple[Choice, ...] = ()

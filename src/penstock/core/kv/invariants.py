@@ -1,0 +1,25 @@
+"""`check`: what must hold of a KV manager between any two calls. Used by every KV test."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from penstock.core.kv.block_pool import RESERVED_BLOCKS
+from penstock.core.kv.manager import Holder, KVManager
+
+
+def check(kv: KVManager, holders: Iterable[Holder]) -> None:
+    """No block lost, none in two places, reference counts equal to the holders that really hold."""
+    holders = list(holders)
+    for g, group in enumerate(kv.groups):
+        pool = group.pool
+        held = Counter(block for holder in holders for block in holder.tables[g].blocks)
+        free = [*pool._blank, *pool._reusable, *pool._quarantine]
+        assert len(set(free)) == len(free), "a block is free twice"
+        assert not set(free) & set(held), "a block is free and held"
+        expected = set(range(RESERVED_BLOCKS, pool.num_blocks))
+        assert set(free) | set(held) == expected, f"lost: {expected - set(free) - set(held)}"
+        for block in expected:
+            assert pool.refs(block) == held[block], (block, pool.refs(block), held[block])
+        for holder in holders:
+            blocks = holder.tables[g].blocks
+            assert len(set(blocks)) == len(blocks), "a holder has a block twice"

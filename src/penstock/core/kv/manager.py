@@ -1,0 +1,134 @@
+"""One face over the cache groups of one data-parallel rank: match, open, grow, index, close.
+
+A `Holder` owns references to blocks; a sequence owns a holder while it runs. Nothing here knows
+requests, rows or steps beyond their number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.core.kv.groups import CacheGroup, GroupMatch, GroupTable
+from penstock.core.kv.prefix_index import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    num_tokens: int
+    groups: tuple[GroupMatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    group: int
+    index: int  # position in the holder's table
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    group: int
+    src: int
+    dst: int
+
+
+@dataclass(slots=True)
+class Holder:
+    tables: tuple[GroupTable, ...]
+    _num_sent: list[int]
+
+    def unsent(self) -> list[NewBlock]:
+        """Blocks gained since the last call, for the device's own table."""
+        new = [
+            NewBlock(g, i, table.blocks[i])
+            for g, table in enumerate(self.tables)
+            for i in range(self._num_sent[g], len(table.blocks))
+        ]
+        self._num_sent = [len(table.blocks) for table in self.tables]
+        return new
+
+
+class KVManager:
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self.groups = tuple(groups)
+
+    def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> PrefixMatch:
+        """The longest prefix, at most `limit` tokens, that every group can take over."""
+        while True:
+            found = tuple(group.match(keys, tokens, limit) for group in self.groups)
+            limit = min(match.num_tokens for match in found)
+            if all(match.num_tokens == limit for match in found):
+                return PrefixMatch(limit, found)
+
+    def fits(self, match: PrefixMatch, num_tokens: int, num_spare: int) -> bool:
+        """Whether a holder of `num_tokens` could open now and leave `num_spare` blocks available."""
+        return all(
+            group.cost(part, num_tokens) + num_spare <= group.pool.num_available
+            for group, part in zip(self.groups, match.groups, strict=True)
+        )
+
+    def open(self, match: PrefixMatch, num_tokens: int) -> tuple[Holder, list[BlockCopy]]:
+        """A holder with room for `num_tokens`, the matched ones taken over."""
+        tables, copies = [], []
+        for g, (group, part) in enumerate(zip(self.groups, match.groups, strict=True)):
+            table, pairs = group.open(part)
+            group.grow(table, num_tokens)
+            tables.append(table)
+            copies += [BlockCopy(g, src, dst) for src, dst in pairs]
+        return Holder(tuple(tables), [0] * len(tables)), copies
+
+    def needs_blocks(self, holder: Holder, num_tokens: int) -> bool:
+        return any(g.num_missing(t, num_tokens) for g, t in self._tables(holder))
+
+    def shortfall(self, holder: Holder, num_tokens: int) -> int:
+        """Blocks that some holder must give back before `holder` can reach `num_tokens`."""
+        return max(
+            g.num_missing(t, num_tokens) - g.pool.num_available - g.pool.num_quarantined
+            for g, t in self._tables(holder)
+        )
+
+    def grow(self, holder: Holder, num_tokens: int) -> bool:
+        """Room for `num_tokens`; False, and nothing changed, when blocks are not free yet."""
+        if any(
+            g.num_missing(t, num_tokens) > g.pool.num_available for g, t in self._tables(holder)
+        ):
+            return False
+        for group, table in self._tables(holder):
+            group.grow(table, num_tokens)
+        return True
+
+    def chunk_limit(self, start: int, num_tokens: int) -> int:
+        for group in self.groups:
+            num_tokens = group.chunk_limit(start, num_tokens)
+        return num_tokens
+
+    def index(self, holder: Holder, tokens: Tokens, num_computed: int) -> None:
+        for group, table in self._tables(holder):
+            group.index(table, tokens, num_computed)
+
+    def close(self, holder: Holder, last_step: int) -> None:
+        """Give all references back; blocks are reused only after `last_step` has committed."""
+        for group, table in self._tables(holder):
+            group.close(table, last_step)
+
+    def release(self, committed_step: int) -> None:
+        for group in self.groups:
+            group.pool.release(committed_step)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of the hungriest group for a text of `num_tokens` that shares nothing."""
+        return max(group.num_missing(GroupTable([]), num_tokens) for group in self.groups)
+
+    @property
+    def num_usable(self) -> int:
+        return min(group.pool.num_usable for group in self.groups)
+
+    @property
+    def num_held(self) -> int:
+        return sum(group.pool.num_held for group in self.groups)
+
+    @property
+    def num_reusable(self) -> int:
+        return sum(group.pool.num_reusable for group in self.groups)
+
+    def _tables(self, holder: Holder) -> list[tuple[CacheGroup, GroupTable]]:
+        return list(zip(self.groups, holder.tables, strict=True))

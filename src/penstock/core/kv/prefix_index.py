@@ -1,0 +1,81 @@
+"""Finds blocks by the text they hold: a chain of digests, one per full block, from the first token on.
+
+The chain starts from the request's cache keys, so equal text under another key never matches. Tokens are
+compared too: a digest alone decides nothing.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+
+_MAX_CANDIDATES = 32  # newest blocks compared for a partial match; bounds the work per admission
+
+
+def root_digest(keys: tuple[str, ...]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for key in keys:
+        digest.update(len(key.encode()).to_bytes(8, "little") + key.encode())
+    return digest.digest()
+
+
+def next_digest(parent: bytes, tokens: Tokens) -> bytes:
+    return hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    parent: bytes
+    digest: bytes
+    tokens: Tokens
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._entry_of: dict[int, _Entry] = {}
+        self._children: dict[tuple[bytes, int], dict[int, None]] = {}  # (parent, first token)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entry_of
+
+    def __len__(self) -> int:
+        return len(self._entry_of)
+
+    def find(self, digest: bytes, tokens: Tokens) -> int | None:
+        block = self._block_of.get(digest)
+        if block is None or not np.array_equal(self._entry_of[block].tokens, tokens):
+            return None
+        return block
+
+    def find_partial(self, parent: bytes, tokens: Tokens) -> tuple[int, int]:
+        """The block after `parent` that shares most leading tokens, and how many; (0, 0) if none does."""
+        best = (0, 0)
+        candidates = self._children.get((parent, int(tokens[0])), {})
+        for block in islice(reversed(candidates), _MAX_CANDIDATES):
+            known = self._entry_of[block].tokens[: len(tokens)]
+            differs = np.flatnonzero(known != tokens[: len(known)])
+            num_equal = int(differs[0]) if len(differs) else len(known)
+            if num_equal > best[1]:
+                best = (block, num_equal)
+        return best
+
+    def insert(self, block: int, parent: bytes, digest: bytes, tokens: Tokens) -> None:
+        """Index a full block; a second block with the same text is left out, the first one serves."""
+        if digest in self._block_of:
+            return
+        self._block_of[digest] = block
+        self._entry_of[block] = _Entry(parent, digest, tokens.copy())
+        self._children.setdefault((parent, int(tokens[0])), {})[block] = None
+
+    def remove(self, block: int) -> None:
+        entry = self._entry_of.pop(block)
+        del self._block_of[entry.digest]
+        key = (entry.parent, int(entry.tokens[0]))
+        del self._children[key][block]
+        if not self._children[key]:
+            del self._children[key]

@@ -1,0 +1,148 @@
+"""`EngineLoop`: admit, plan, run, commit. One loop; `depth` is how many steps may be in flight.
+
+Depth 1 is synchronous; with depth 2 planning and committing happen while the device works. The
+executor, the inbox, the outbox and the clock are handed in.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from penstock.core.scheduler import Scheduler
+from penstock.ipc.messages import Abort, Deltas, Message, Stats, Submit
+from penstock.types.outputs import TokenDelta
+from penstock.types.request import client_of
+from penstock.types.stats import EngineCounters, IterationStats
+from penstock.types.step import LateInputs, StepPlan, StepResult
+
+_IDLE_WAIT_MS = 100
+_STATS_PERIOD_S = 0.25
+_MAX_ITERATIONS_KEPT = 1000
+
+
+class StepHandle(Protocol):
+    def wait(self) -> StepResult: ...
+
+
+class Executor(Protocol):
+    """Runs plans in order. A step is two calls: what only the commit before it knows comes second."""
+
+    def forward(self, plan: StepPlan) -> None: ...
+
+    def sample(self, step_id: int, late: LateInputs) -> StepHandle: ...
+
+
+class Inbox(Protocol):
+    def receive(self, timeout_ms: int) -> Message | None: ...
+
+
+class Outbox(Protocol):
+    def send(self, client_id: int, message: Message) -> None: ...
+
+    def broadcast(self, message: Message) -> None: ...
+
+
+@dataclass(slots=True)
+class _Step:
+    plan: StepPlan
+    started: float
+    handle: StepHandle | None  # None until sample() was called
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        inbox: Inbox,
+        outbox: Outbox,
+        counters: EngineCounters,
+        depth: int,
+        clock: Callable[[], float],
+        describe: Callable[[StepPlan, float], IterationStats],
+        late_inputs: Callable[[StepPlan], LateInputs] = lambda plan: LateInputs(),
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._inbox = inbox
+        self._outbox = outbox
+        self._counters = counters
+        self._depth = depth
+        self._clock = clock
+        self._describe = describe
+        self._late_inputs = late_inputs
+        self._steps: deque[_Step] = deque()
+        self._iterations: deque[IterationStats] = deque(maxlen=_MAX_ITERATIONS_KEPT)
+        self._stats_due = clock()
+        self._stop = False
+
+    def stop(self) -> None:
+        """From any thread: leave `run` after the current step."""
+        self._stop = True
+
+    def run(self) -> None:
+        while not self._stop:
+            self.turn()
+
+    def turn(self) -> None:
+        """Launch one step if there is room for it, else commit the oldest in flight."""
+        is_idle = not self._steps and not self._scheduler.has_work
+        self._receive(_IDLE_WAIT_MS if is_idle else 0)
+        if self._may_launch() and (plan := self._scheduler.plan()) is not None:
+            self._launch(plan)
+        elif self._steps:
+            self._commit()
+        self._report()
+
+    def _receive(self, timeout_ms: int) -> None:
+        while (message := self._inbox.receive(timeout_ms)) is not None:
+            timeout_ms = 0
+            match message:
+                case Submit(requests=requests):
+                    for request in requests:
+                        self._scheduler.add(request)
+                case Abort(request_ids=ids):
+                    ended = [self._scheduler.abort(request_id) for request_id in ids]
+                    self._publish([delta for delta in ended if delta is not None])
+
+    def _may_launch(self) -> bool:
+        # A step that has not been sampled yet feeds nothing to the next one.
+        return len(self._steps) < self._depth and all(step.handle for step in self._steps)
+
+    def _launch(self, plan: StepPlan) -> None:
+        step = _Step(plan, self._clock(), None)
+        self._executor.forward(plan)
+        self._steps.append(step)
+        if not plan.needs_late_inputs or len(self._steps) == 1:
+            self._sample(step)
+        in_flight = len(self._steps)
+        self._counters.max_steps_in_flight = max(self._counters.max_steps_in_flight, in_flight)
+
+    def _sample(self, step: _Step) -> None:
+        step.handle = self._executor.sample(step.plan.step_id, self._late_inputs(step.plan))
+
+    def _commit(self) -> None:
+        step = self._steps.popleft()
+        assert step.handle is not None
+        result = step.handle.wait()
+        self._publish(self._scheduler.commit(result))
+        self._iterations.append(self._describe(step.plan, step.started))
+        if self._steps and self._steps[0].handle is None:
+            self._sample(self._steps[0])
+
+    def _publish(self, deltas: list[TokenDelta]) -> None:
+        by_client: dict[int, list[TokenDelta]] = {}
+        for delta in deltas:
+            by_client.setdefault(client_of(delta.request_id), []).append(delta)
+        for client_id, mine in by_client.items():
+            self._outbox.send(client_id, Deltas(deltas=tuple(mine)))
+
+    def _report(self) -> None:
+        now = self._clock()
+        if now < self._stats_due:
+            return
+        self._stats_due = now + _STATS_PERIOD_S
+        stats = Stats(counters=replace(self._counters), iterations=tuple(self._iterations))
+        self._outbox.broadcast(stats)
+        self._iterations.clear()

@@ -1,0 +1,105 @@
+"""`Sequence`: one request's state inside the engine, with named transitions.
+
+Lengths here are what has been committed; what is in flight is counted, never guessed.
+"""
+
+from enum import Enum
+
+import numpy as np
+
+from penstock.core.kv.manager import Holder
+from penstock.core.kv.prefix_index import Tokens
+from penstock.types.request import Request
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_EDGES = {
+    State.WAITING: {State.RUNNING, State.FINISHED},
+    State.RUNNING: {State.WAITING, State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+class Sequence:
+    def __init__(self, request: Request, arrival: int) -> None:
+        self.request = request
+        self.arrival = arrival  # serial number: ties between equal priorities go to the older one
+        self.state = State.WAITING
+        self.life = 0  # grows with each preemption; results of an earlier life are dropped
+        self.num_prompt = len(request.prompt_ids)
+        self.num_tokens = self.num_prompt  # prompt and committed output
+        self._tokens = np.array(request.prompt_ids, np.int32)
+        # While running:
+        self.rank = 0
+        self.row = -1
+        self.holder: Holder | None = None
+        self.num_prefill = 0  # tokens this life must compute or take over before it decodes
+        self.num_planned = 0  # of these, how many have been planned
+        self.num_pending = 0  # planned steps in flight that will each bring at least one token
+        self.num_in_flight = 0  # all planned steps in flight
+        self.last_step = -1  # the newest step that may write its blocks
+        self.num_cached = 0  # prompt tokens taken over from the cache in the first life
+        self.num_prompt_logprobs = 0  # positions whose prompt log-probabilities were reported
+        self.has_prefilled = False  # its prompt was computed and committed at least once
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        return (-self.request.priority, self.arrival)
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_planned < self.num_prefill
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether another decode step can still be of use, counting those in flight as one token each."""
+        return self.num_output + self.num_pending < self.request.max_tokens
+
+    def start(self, rank: int, row: int, holder: Holder, num_cached: int) -> None:
+        self._move(State.RUNNING)
+        self.rank, self.row, self.holder = rank, row, holder
+        self.num_prefill = self.num_tokens
+        self.num_planned = num_cached
+
+    def preempt(self) -> None:
+        """Back to waiting; it will compute its text again and results in flight are void."""
+        self._move(State.WAITING)
+        self.life += 1
+        self._leave()
+
+    def finish(self) -> None:
+        self._move(State.FINISHED)
+        self._leave()
+
+    def append(self, token_id: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            self._tokens = np.concatenate(
+                [self._tokens, np.empty(len(self._tokens) + 64, np.int32)]
+            )
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def _leave(self) -> None:
+        self.row, self.holder = -1, None
+        self.num_prefill = self.num_planned = self.num_pending = self.num_in_flight = 0
+
+    def _move(self, to: State) -> None:
+        assert to in _EDGES[self.state], (self.id, self.state, to)
+        self.state = to

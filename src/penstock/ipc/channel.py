@@ -1,0 +1,90 @@
+"""Typed message pipes over Unix sockets: `Sender` pushes, `Receiver` pulls; both have an asyncio twin.
+
+A receiver binds an address inside a private folder, so only this user reaches it. Queues are bounded:
+a sender whose peer has stopped reading gets `ChannelFull` instead of growing without end.
+"""
+
+import itertools
+import os
+import tempfile
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from penstock.errors import BackendError
+from penstock.ipc import messages
+
+MAX_QUEUED_MESSAGES = 100_000
+_serial = itertools.count()
+
+
+class ChannelFull(BackendError):
+    """The peer does not read any more."""
+
+
+def private_folder() -> str:
+    """A new folder for sockets that only this user may enter."""
+    return tempfile.mkdtemp(prefix="penstock-")
+
+
+def address(folder: str, name: str) -> str:
+    return f"ipc://{folder}/{name}-{os.getpid()}-{next(_serial)}"
+
+
+def _socket(context: Any, kind: int) -> Any:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+    return socket
+
+
+class Sender:
+    def __init__(self, peer: str) -> None:
+        self._socket = _socket(zmq.Context.instance(), zmq.PUSH)
+        self._socket.connect(peer)
+
+    def send(self, message: messages.Message) -> None:
+        try:
+            self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise ChannelFull(
+                f"{type(message).__name__} not sent: the peer has stopped reading"
+            ) from None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Receiver:
+    """Yields messages of `union` in order of arrival."""
+
+    def __init__(self, bind: str, union: Any) -> None:
+        self.address = bind
+        self._decoder = messages.decoder(union)
+        self._socket = _socket(zmq.Context.instance(), zmq.PULL)
+        self._socket.bind(bind)
+
+    def receive(self, timeout_ms: int) -> Any | None:
+        """The next message, or None after `timeout_ms` (0: only what is already here; -1: wait for ever)."""
+        if not self._socket.poll(timeout_ms):
+            return None
+        return self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class AsyncReceiver:
+    def __init__(self, bind: str, union: Any) -> None:
+        self.address = bind
+        self._decoder = messages.decoder(union)
+        self._socket = _socket(zmq.asyncio.Context.instance(), zmq.PULL)
+        self._socket.bind(bind)
+
+    async def receive(self) -> Any:
+        return self._decoder.decode(await self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,164 @@
+"""Every message between processes, and its bytes: tagged msgpack, typed on arrival, never pickle.
+
+numpy arrays travel as an extension (dtype, shape, raw bytes) restricted to the dtypes of `StepPlan`.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.types.outputs import TokenDelta
+from penstock.types.request import Request
+from penstock.types.stats import EngineCounters, IterationStats
+from penstock.types.step import LateInputs, StepPlan
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, array_like=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# front end -> engine
+
+
+class Hello(Message, frozen=True):
+    """A front end introduces itself; the engine connects to `address` and answers `Ready`."""
+
+    version: int
+    client_id: int
+    address: str
+
+
+class Submit(Message, frozen=True):
+    requests: tuple[Request, ...]
+
+
+class Abort(Message, frozen=True):
+    request_ids: tuple[int, ...]
+
+
+# engine -> front end
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the running engine is: the limits a request is checked against, and what `/version` shows."""
+
+    max_seq_len: int
+    max_num_tokens: int
+    max_batch_size: int
+    max_queued: int  # requests waiting or running, over which new ones are refused
+    chunked_prefill: bool
+    vocab_size: int
+    total_blocks: int
+    tokens_per_block: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    config: dict[str, Any]  # resolved configuration
+    choices: tuple[tuple[str, str, str], ...]  # (setting, value, reason)
+    memory: dict[str, int]  # byte plan
+    timeline: tuple[tuple[str, float], ...]  # (phase, seconds)
+
+
+class Ready(Message, frozen=True):
+    info: EngineInfo
+
+
+class Deltas(Message, frozen=True):
+    deltas: tuple[TokenDelta, ...]
+
+
+class Stats(Message, frozen=True):
+    """Sent a few times a second; its arrival is the engine's heartbeat."""
+
+    counters: EngineCounters
+    iterations: tuple[IterationStats, ...]
+
+
+class Fatal(Message, frozen=True):
+    """The engine cannot go on; every open request has failed."""
+
+    message: str
+
+
+# rank 0 -> further ranks
+
+
+class Forward(Message, frozen=True):
+    plan: StepPlan
+
+
+class Sample(Message, frozen=True):
+    step_id: int
+    late: LateInputs
+
+
+class Stop(Message, frozen=True):
+    pass
+
+
+# further rank -> rank 0
+
+
+class RankReady(Message, frozen=True):
+    rank: int
+    weight_bytes: int
+    free_bytes: int
+
+
+class RankBlocks(Message, frozen=True):
+    """rank 0 -> rank: the number of cache blocks all ranks agreed on."""
+
+    num_blocks: int
+
+
+class RankFailed(Message, frozen=True):
+    rank: int
+    message: str
+
+
+ToEngine = Hello | Submit | Abort
+ToClient = Ready | Deltas | Stats | Fatal
+ToRank = RankBlocks | Forward | Sample | Stop
+FromRank = RankReady | RankFailed
+
+_ARRAY = (
+    1  # extension code; its bytes are: dtype letter, number of dimensions, int64 sizes, raw values
+)
+_DTYPES = {b"i": np.dtype(np.int32), b"f": np.dtype(np.float32)}
+_LETTERS = {dtype: letter for letter, dtype in _DTYPES.items()}
+
+
+def _encode_array(value: object) -> object:
+    if not isinstance(value, np.ndarray) or value.dtype not in _LETTERS:
+        raise NotImplementedError(f"{type(value)} does not travel between processes")
+    head = _LETTERS[value.dtype] + struct.pack(f"<B{value.ndim}q", value.ndim, *value.shape)
+    return msgspec.msgpack.Ext(_ARRAY, head + value.tobytes())
+
+
+def _decode_array(code: int, buffer: memoryview) -> object:
+    if code != _ARRAY:
+        raise ValueError(f"unknown extension {code}")
+    num_dims = buffer[1]
+    shape = struct.unpack_from(f"<{num_dims}q", buffer, 2)
+    values = np.frombuffer(buffer[2 + 8 * num_dims :], _DTYPES[bytes(buffer[:1])])
+    return values.reshape(shape).copy()  # the buffer lives only as long as this call
+
+
+def _accept_array(kind: type, value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return value
+    raise NotImplementedError(f"{kind} does not travel between processes")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def encode(message: Message) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decoder(union: Any) -> "msgspec.msgpack.Decoder[Any]":
+    return msgspec.msgpack.Decoder(union, dec_hook=_accept_array, ext_hook=_decode_array)

@@ -1,0 +1,91 @@
+"""Child processes: spawn a module with a JSON task on its stdin, notice its death, stop it in order.
+
+The child keeps reading stdin; when the parent ends for whatever reason the pipe closes and the child leaves.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock import log
+
+_log = log.get(__name__)
+
+
+class Child:
+    """One spawned `python -m module`. `on_exit(code)` runs in a thread when it ends without being stopped."""
+
+    def __init__(
+        self,
+        module: str,
+        task: Mapping[str, Any],
+        name: str,
+        on_exit: Callable[[int], None],
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._stopping = False
+        self._on_exit = on_exit
+        # A session of its own: Ctrl+C reaches the parent alone, which then stops its children in order.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(task) + b"\n")
+        self._process.stdin.flush()
+        self._watcher = threading.Thread(target=self._watch, name=f"watch {name}", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _watch(self) -> None:
+        code = self._process.wait()
+        if not self._stopping:
+            _log.error("%s ended by itself with code %d", self.name, code)
+            self._on_exit(code)
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Close the child's stdin, wait, then terminate, then kill."""
+        self._stopping = True
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass
+        for signal_child in (self._process.terminate, self._process.kill):
+            try:
+                self._process.wait(grace_s)
+                return
+            except subprocess.TimeoutExpired:
+                _log.warning("%s does not stop, insisting", self.name)
+                signal_child()
+        self._process.wait()
+
+
+def read_task() -> dict[str, Any]:
+    """In the child: the task its parent gave."""
+    return dict(msgspec.json.decode(sys.stdin.buffer.readline()))
+
+
+def on_parent_exit(act: Callable[[], None]) -> None:
+    """In the child: call `act` once the parent closes our stdin, on purpose or by dying."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        act()
+
+    threading.Thread(target=wait, name="parent watch", daemon=True).start()

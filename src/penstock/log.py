@@ -1,0 +1,31 @@
+"""Logger set-up: one format, one prefix per process, and the only reader of the log-level variable."""
+
+import logging
+import os
+import sys
+
+_LEVELS = {
+    "internal_error": logging.ERROR,
+    "error": logging.ERROR,
+    "warning": logging.WARNING,
+    "info": logging.INFO,
+    "verbose": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "trace": logging.DEBUG,
+}
+
+
+def setup(process: str, level: str | None = None) -> None:
+    """Send every record of this process to stderr, prefixed with `process` ("http", "engine", "rank 1")."""
+    name = (level or os.environ.get("PENSTOCK_LOG_LEVEL", "info")).lower()
+    logging.basicConfig(
+        level=_LEVELS.get(name, logging.INFO),
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname).1s [{process}] %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+
+
+def get(name: str) -> logging.Logger:
+    return logging.getLogger(name)

@@ -1,0 +1,20 @@
+"""What one layer must remember. Layers with equal specs share a cache group."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullKV:
+    """Keys and values of every token. `window` limits what attention reads, not (yet) what is kept."""
+
+    num_kv_heads: int  # on this rank
+    head_size: int
+    dtype: str  # "bfloat16", "float16", "float32"
+
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+CacheSpec = FullKV  # a union once a second kind exists

@@ -1,0 +1,56 @@
+"""`ModelSpec`: the HF config parsed once into typed fields; nobody reads the raw config after this."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding: `kind` is default, linear, dynamic, llama3 or yarn; the rest are its parameters."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    architecture: str  # "LlamaForCausalLM"
+    model_type: str  # "llama"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position: int
+    norm_eps: float
+    hidden_act: str
+    rope: RopeSpec
+    tie_embeddings: bool
+    attention_bias: bool = False  # on q, k, v (and o where the model says so)
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()  # one per layer: None = full attention
+    dtype: str = "bfloat16"  # as the checkpoint says
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    quantization: dict[str, Any] = field(default_factory=dict)
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens this layer's attention sees, itself included; None: all of them."""
+        return self.layer_windows[layer] if self.layer_windows else self.window

@@ -1,0 +1,82 @@
+"""What comes back: ids from the engine (`TokenDelta`), text from the front end (`TextDelta`)."""
+
+from dataclasses import dataclass
+
+from penstock.types.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token of the text and its best alternatives, natural log, before temperature and penalties."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """News of one sequence. The delta with `finish` is its last; exactly one is ever sent."""
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[
+        TokenLogprob, ...
+    ] = ()  # of prompt positions 1.., in order, over several deltas
+    num_cached_tokens: int = (
+        0  # prompt tokens whose cache was reused; set with the first output token
+    )
+    finish: FinishReason | None = None
+    stop_id: int | None = None  # the stop id that ended it
+    error: str | None = None  # with FinishReason.ERROR: what went wrong, for the user
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """New text of one sample, after detokenisation and stop strings."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached_tokens: int = 0
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None  # stop string or stop id; None for EOS and length
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One finished sample."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    usage: Usage

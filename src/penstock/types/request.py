@@ -1,0 +1,75 @@
+"""What a user asks (`GenerateInput`) and what the engine is asked (`Request`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from penstock.types.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    documents: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateInput:
+    """One prompt from a user: exactly one of `text`, `token_ids`, `messages` is given."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    chat: ChatOptions = ChatOptions()
+    sampling: SamplingParams = SamplingParams()
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence for the engine: ids only, already checked against the limits.
+
+    `id` is unique over all front ends (see `request_id`). `stop_ids` end the sequence and are not part of
+    its output; they hold the model's EOS unless `ignore_eos`. `max_tokens` is always set.
+    """
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    priority: int = 0  # larger runs first
+    cache_keys: tuple[
+        str, ...
+    ] = ()  # prefix blocks are shared only between equal keys (salt, adapter, ...)
+    late_inputs: bool = False  # its sampling depends on what the commit before it finds
+    leader: int | None = (
+        None  # id of the sample of the same prompt whose prefix this one waits to share
+    )
+
+
+_CLIENT_SHIFT = 40
+
+
+def request_id(client_id: int, serial: int) -> int:
+    return client_id << _CLIENT_SHIFT | serial
+
+
+def client_of(request_id: int) -> int:
+    return request_id >> _CLIENT_SHIFT

@@ -1,0 +1,88 @@
+"""`SamplingParams`: how one request wants its tokens chosen. Checks itself, knows no tensor."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_SAMPLES = 128
+_GREEDY_EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Defaults sample from the model's own distribution; `temperature=0` is greedy."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _within("max_tokens", self.max_tokens, 1, None)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_p", self.top_p, 0.0, 1.0)
+        _within("top_k", self.top_k, -1, None)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("seed", self.seed, -(2**63), 2**63 - 1)
+        _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _within("n", self.n, 1, MAX_SAMPLES)
+        _within("best_of", self.best_of, self.n, MAX_SAMPLES)
+        _within("stop", len(self.stop), 0, MAX_STOP_STRINGS)
+        if any(not text for text in self.stop):
+            raise RequestError("invalid_value", "stop: an empty string never ends anything", "stop")
+        for token_id, bias in self.logit_bias.items():
+            _within(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_EPS or self.top_k == 1 or self.top_p == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """How many sequences run; the best `n` of them are returned."""
+        return self.best_of or self.n
+
+
+def _within(name: str, value: float | None, low: float, high: float | None) -> None:
+    if value is None:
+        return
+    bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+    if not math.isfinite(value) or value < low or (high is not None and value > high):
+        raise RequestError("invalid_value", f"{name} is {value}, it must be {bounds}", name)

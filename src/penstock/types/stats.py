@@ -1,0 +1,49 @@
+"""What the engine counts: totals since start and one record per iteration. Counting only, no decisions."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineCounters:
+    """Totals since start (monotonic) and gauges of now. Owned by the engine loop, copied into `Stats`."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # computed, so without reused ones
+    generated_tokens: int = 0
+    prefill_chunks: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    max_steps_in_flight: int = 0
+    graph_replays: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0  # free, but still holding a reusable prefix
+    total_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationStats:
+    """One committed step, as `/metrics` lists it."""
+
+    iter: int
+    timestamp: float
+    latency_ms: float
+    num_active: int
+    num_queued: int
+    num_scheduled: int
+    num_context: int
+    num_generation: int
+    num_context_tokens: int
+    used_blocks: int
+    free_blocks: int
+    max_blocks: int
+    tokens_per_block: int
+    new_blocks: int
+    reused_blocks: int
+    missed_blocks: int
+    gpu_mem_bytes: int

@@ -1,0 +1,121 @@
+"""`StepPlan` (down) and `StepResult` (up): the only two shapes between control and device.
+
+A plan is a delta. It names rows that join and leave, blocks that rows gain, and the entries that run; block
+tables, last tokens and true lengths live on the device. Nothing here is proportional to batch x context.
+
+A *row* is the device slot of one running sequence, in [0, max_batch_size) of its data-parallel rank.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.types.sampling import SamplingParams
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+
+FROM_DEVICE = -1  # in StepPlan.starts: the row itself knows its position and its next input token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowJoin:
+    """A sequence takes a row. `token_ids` is all it must prefill: its prompt, and after a preemption its output.
+
+    The first `num_cached` tokens already have their cache in the row's first blocks.
+    """
+
+    request_id: int
+    rank: int
+    row: int
+    token_ids: Int32s
+    num_cached: int
+    num_prompt: int  # tokens of the user's prompt, the rest of token_ids was generated
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBlock:
+    """Cache operation: dst becomes a copy of src in one cache group, before the forward."""
+
+    rank: int
+    group: int
+    src: int
+    dst: int
+
+
+CacheOp = CopyBlock  # a union once there is a second operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGrowth:
+    """Blocks that rows gained: table[ranks[i]][group][rows[i], indices[i]] = block_ids[i]."""
+
+    ranks: Int32s
+    groups: Int32s
+    rows: Int32s
+    indices: Int32s
+    block_ids: Int32s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What the device does next, in this order: joins, block growth, cache operations, forward, sample.
+
+    Entry i runs `num_tokens[i]` tokens of row `rows[i]`. `starts[i] >= 0`: prompt tokens from that offset.
+    FROM_DEVICE: decode, the row's own last token at the row's own position. Decode entries come first.
+    `num_logit_rows[i]` is 0 for a chunk that does not reach the end of what must be prefilled.
+    `max_kv_lens[i]` bounds the sequence's length after the step.
+    """
+
+    step_id: int
+    joins: tuple[RowJoin, ...]
+    growth: BlockGrowth
+    cache_ops: tuple[CacheOp, ...]
+    ranks: Int32s
+    rows: Int32s
+    starts: Int32s
+    num_tokens: Int32s
+    num_logit_rows: Int32s
+    max_kv_lens: Int32s
+    num_decodes: int
+    padded_tokens: int  # tokens of the busiest data-parallel rank; an idle rank runs an empty step
+    needs_late_inputs: bool  # sample() must wait until every earlier step has been committed
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateInputs:
+    """What sampling needs that only the previous commit could tell (grammar masks, ...). Empty today."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobRows:
+    """Log-probabilities of some positions: row j says what position j gave to a token and its alternatives."""
+
+    token_ids: Int32s  # [J] the token asked about
+    logprobs: Float32s  # [J]
+    ranks: Int32s  # [J]
+    top_ids: Int32s  # [J, K]
+    top_logprobs: Float32s  # [J, K]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the device found. token_ids[i, :num_accepted[i]] are entry i's new tokens (none for a middle chunk).
+
+    `logprobs[i]` and `prompt_logprobs[i]` exist for the entries that asked, keyed by entry index.
+    `error` fails every request of the step.
+    """
+
+    step_id: int
+    token_ids: Int32s  # [N, max tokens per entry]
+    num_accepted: Int32s  # [N]
+    logprobs: dict[int, LogprobRows]
+    prompt_logprobs: dict[int, LogprobRows]
+    error: str | None = None

@@ -1,0 +1,330 @@
+"""The ten contracts of the spine on a fake device: any traffic, any depth, the right tokens."""
+
+import itertools
+from collections import defaultdict, deque
+
+import pytest
+from fake_executor import FakeExecutor, oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config.run import CapacityPolicy, RunConfig
+from penstock.core.gates import LeaderGate
+from penstock.core.kv.groups import FullGroup
+from penstock.core.kv.invariants import check
+from penstock.core.kv.manager import KVManager
+from penstock.core.loop import EngineLoop
+from penstock.core.scheduler import Scheduler
+from penstock.ipc.messages import Abort, Deltas, Stats, Submit
+from penstock.types.request import FinishReason, Request, request_id
+from penstock.types.sampling import SamplingParams
+from penstock.types.stats import EngineCounters
+
+
+def run_config(**changes) -> RunConfig:
+    values = dict(
+        model="m", model_path="m", load_format="dummy", dtype="float32", device="cpu", num_threads=1,
+        tp_size=1, max_batch_size=4, max_num_tokens=8, max_seq_len=64, max_queued=100,
+        chunked_prefill=True, capacity_policy=CapacityPolicy.MAX_UTILIZATION, depth=1,
+        tokens_per_block=4, block_reuse=True, partial_reuse=True, kv_dtype="float32",
+        kv_max_tokens=None, kv_memory_fraction=0.9, kv_cpu_bytes=0, attention_backend="reference",
+        graph_batch_sizes=(), graph_padding=True, seed=0,
+    )  # fmt: skip
+    return RunConfig(**(values | changes))
+
+
+class Engine:
+    """Loop, scheduler and fake device, with the mail boxes in the test's hands."""
+
+    def __init__(self, num_blocks=17, num_ranks=1, accept=None, tokens_per_decode=1, **changes):
+        self.config = run_config(**changes)
+        self.counters = EngineCounters()
+        c = self.config
+        self.kvs = [
+            KVManager([FullGroup(num_blocks, c.tokens_per_block, c.block_reuse, c.partial_reuse)])
+            for _ in range(num_ranks)
+        ]
+        self.scheduler = Scheduler(c, self.kvs, self.counters, tokens_per_decode=tokens_per_decode)
+        self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
+        self.device = FakeExecutor(num_ranks, c.tokens_per_block, accept or (lambda text: 1))
+        self.inbox: deque = deque()
+        self.tokens = defaultdict(list)
+        self.ends = defaultdict(list)
+        self.loop = EngineLoop(
+            self.scheduler, self.device, self, self, self.counters, c.depth,
+            clock=itertools.count().__next__, describe=lambda plan, started: None,
+        )  # fmt: skip
+        self.serial = itertools.count()
+
+    def receive(self, timeout_ms):
+        return self.inbox.popleft() if self.inbox else None
+
+    def send(self, client_id, message):
+        assert isinstance(message, Deltas)
+        for delta in message.deltas:
+            assert not self.ends[delta.request_id], "news after the terminal event"
+            self.tokens[delta.request_id] += delta.token_ids
+            if delta.finish:
+                self.ends[delta.request_id].append(delta.finish)
+
+    def broadcast(self, message):
+        assert isinstance(message, Stats)
+
+    def submit(self, prompt, max_tokens=6, client=1, **fields) -> int:
+        rid = request_id(client, next(self.serial))
+        request = Request(
+            id=rid,
+            prompt_ids=tuple(prompt),
+            sampling=SamplingParams(),
+            max_tokens=max_tokens,
+            **fields,
+        )
+        self.inbox.append(Submit(requests=(request,)))
+        return rid
+
+    def turn(self):
+        self.loop.turn()
+        self.check()
+
+    def check(self):
+        for rank, kv in enumerate(self.kvs):
+            check(kv, [s.holder for s in self.scheduler.running if s.rank == rank])
+
+    def run_dry(self, limit=5000):
+        for _ in range(limit):
+            self.turn()
+            if not self.inbox and not self.scheduler.has_work and not self.loop._steps:
+                return
+        raise AssertionError("the engine does not come to rest")
+
+    def assert_empty(self):
+        assert all(kv.num_held == 0 for kv in self.kvs)
+        assert all(g.pool.num_quarantined == 0 for kv in self.kvs for g in kv.groups)
+        for rows in self.scheduler._free_rows:
+            assert sorted(rows) == list(range(self.config.max_batch_size))
+
+
+PROMPT = tuple(range(1, 12))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_one_request_gives_the_oracle_tokens_at_any_depth(depth):
+    engine = Engine(depth=depth)
+    rid = engine.submit(PROMPT, max_tokens=9)
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle(PROMPT, 9)
+    assert engine.ends[rid] == [FinishReason.LENGTH]
+    assert engine.counters.max_steps_in_flight == depth
+    assert engine.counters.prefill_chunks == 2
+    engine.assert_empty()
+
+
+def test_a_stop_id_ends_the_request_and_late_tokens_are_dropped():
+    expected = oracle(PROMPT, 20)
+    engine = Engine(depth=4)
+    rid = engine.submit(PROMPT, max_tokens=20, stop_ids=(expected[3],))
+    engine.run_dry()
+    assert engine.tokens[rid] == expected[:4]
+    assert engine.ends[rid] == [FinishReason.STOP]
+    engine.assert_empty()
+
+
+def test_a_second_equal_prompt_takes_its_prefix_from_the_cache():
+    engine = Engine()
+    engine.submit(PROMPT)
+    engine.run_dry()
+    rid = engine.submit(PROMPT)
+    engine.run_dry()
+    # Two full blocks, and two of the three tokens that are left after them: one is always computed.
+    assert engine.counters.prefix_hit_tokens == 10
+    assert engine.tokens[rid] == oracle(PROMPT, 6)
+
+
+def test_another_cache_key_shares_nothing():
+    engine = Engine()
+    engine.submit(PROMPT, cache_keys=("a",))
+    engine.run_dry()
+    engine.submit(PROMPT, cache_keys=("b",))
+    engine.run_dry()
+    assert engine.counters.prefix_hit_tokens == 0
+
+
+def test_reuse_can_be_turned_off():
+    engine = Engine(block_reuse=False)
+    for _ in range(2):
+        engine.submit(PROMPT)
+        engine.run_dry()
+    assert engine.counters.prefix_hit_tokens == 0
+    assert engine.counters.cached_blocks == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_full_pool_preempts_the_youngest_and_everybody_still_gets_the_right_tokens(depth):
+    engine = Engine(num_blocks=9, depth=depth, max_num_tokens=32)
+    prompts = [(i, i + 1, i + 2, i + 3) for i in range(3)]
+    rids = [engine.submit(p, max_tokens=20) for p in prompts]
+    engine.run_dry()
+    assert engine.counters.preemptions >= 1
+    for rid, prompt in zip(rids, prompts, strict=True):
+        assert engine.tokens[rid] == oracle(prompt, 20)
+    engine.assert_empty()
+
+
+def test_guaranteed_no_evict_never_preempts():
+    engine = Engine(num_blocks=9, capacity_policy=CapacityPolicy.GUARANTEED_NO_EVICT, depth=2)
+    rids = [engine.submit((i, i + 1, i + 2), max_tokens=12) for i in range(5)]
+    engine.run_dry()
+    assert engine.counters.preemptions == 0
+    assert all(engine.ends[rid] == [FinishReason.LENGTH] for rid in rids)
+
+
+def test_a_larger_priority_is_served_first_and_equal_ones_in_order_of_arrival():
+    engine = Engine(max_batch_size=1)
+    ids = [engine.submit((i,), max_tokens=1, priority=p) for i, p in enumerate([0, 0, 5])]
+    engine.run_dry()
+    assert list(engine.ends) == [ids[2], ids[0], ids[1]]
+
+
+def test_decodes_go_on_while_a_long_prompt_is_prefilled_in_chunks():
+    engine = Engine(num_blocks=40, max_num_tokens=5)
+    first = engine.submit((1, 2), max_tokens=30)
+    for _ in range(4):
+        engine.turn()
+    engine.submit(tuple(range(30)), max_tokens=2)
+    engine.run_dry()
+    mixed = [p for p in engine.device.plans if p.num_decodes and p.num_decodes < p.num_entries]
+    assert len(mixed) >= 5
+    assert engine.tokens[first] == oracle((1, 2), 30)
+
+
+def test_without_chunked_prefill_a_prompt_runs_in_one_step():
+    engine = Engine(num_blocks=40, chunked_prefill=False, max_num_tokens=12)
+    for i in range(3):
+        engine.submit(tuple(range(i, i + 10)), max_tokens=3)
+    engine.run_dry()
+    assert engine.counters.prefill_chunks == 3
+
+
+def test_further_samples_wait_for_their_leader_and_share_its_prompt():
+    engine = Engine(num_blocks=40, max_num_tokens=64)
+    leader = engine.submit(PROMPT, max_tokens=3)
+    follower = engine.submit(PROMPT, max_tokens=3, leader=leader)
+    other = engine.submit((7, 7, 7), max_tokens=3)
+    engine.run_dry()
+    assert engine.counters.prefix_hit_tokens == 8  # its two full blocks
+    assert engine.tokens[follower] == oracle(PROMPT, 3)
+    # The follower let the request behind it pass.
+    joined = [join.request_id for plan in engine.device.plans for join in plan.joins]
+    assert joined == [leader, other, follower]
+
+
+def test_late_inputs_hold_sampling_back_until_the_step_before_has_committed():
+    engine = Engine(depth=4)
+    rid = engine.submit(PROMPT, max_tokens=8, late_inputs=True)
+    engine.run_dry()
+    assert engine.device.num_late > 5
+    assert engine.tokens[rid] == oracle(PROMPT, 8)
+
+
+def test_a_failed_step_fails_its_requests_and_nothing_else():
+    engine = Engine(depth=1)
+    broken = engine.submit(PROMPT[:4], max_tokens=5)
+    engine.turn()
+    handle = engine.device.handles[-1]
+    object.__setattr__(handle.result, "error", "out of memory")
+    engine.run_dry()
+    assert engine.ends[broken] == [FinishReason.ERROR]
+    after = engine.submit((3, 1), max_tokens=4)
+    engine.run_dry()
+    assert engine.tokens[after] == oracle((3, 1), 4)
+    engine.assert_empty()
+
+
+def test_abort_frees_a_waiting_and_a_running_request_at_once():
+    engine = Engine(max_batch_size=1, depth=2)
+    running = engine.submit(PROMPT, max_tokens=30)
+    waiting = engine.submit(PROMPT, max_tokens=30)
+    for _ in range(6):
+        engine.turn()
+    engine.inbox.append(Abort(request_ids=(running, waiting, 999)))
+    engine.turn()
+    assert engine.ends[running] == engine.ends[waiting] == [FinishReason.ABORT]
+    engine.run_dry()
+    engine.assert_empty()
+
+
+traffic = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("submit"),
+            st.lists(st.integers(0, 2), min_size=1, max_size=18),
+            st.integers(1, 12),
+            st.integers(0, 1),
+            st.booleans(),
+            st.booleans(),
+        ),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("turns"), st.integers(1, 6)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    events=traffic,
+    depth=st.sampled_from([1, 2, 4]),
+    num_ranks=st.sampled_from([1, 2]),
+    tokens_per_decode=st.sampled_from([1, 3]),
+    num_blocks=st.integers(15, 30),
+    chunked=st.booleans(),
+    partial=st.booleans(),
+    policy=st.sampled_from(CapacityPolicy),
+)
+def test_any_traffic_gives_every_request_its_tokens_and_one_end(
+    events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy
+):
+    engine = Engine(
+        num_blocks=num_blocks, num_ranks=num_ranks, tokens_per_decode=tokens_per_decode,
+        accept=lambda text: 1 + sum(text) % 3, depth=depth, chunked_prefill=chunked,
+        max_num_tokens=20 if not chunked else 7, partial_reuse=partial, capacity_policy=policy,
+    )  # fmt: skip
+    asked: dict[int, tuple] = {}
+    for event in events:
+        if event[0] == "submit":
+            _, prompt, max_tokens, priority, late, follows = event
+            leader = next(reversed(asked), None) if follows else None
+            stop_ids = (oracle(tuple(prompt), 12)[-1],)
+            rid = engine.submit(
+                prompt, max_tokens, priority=priority, late_inputs=late, leader=leader,
+                stop_ids=stop_ids,
+            )  # fmt: skip
+            asked[rid] = (tuple(prompt), max_tokens, stop_ids)
+        elif event[0] == "abort":
+            engine.inbox.append(Abort(request_ids=(request_id(1, event[1]),)))
+        else:
+            for _ in range(event[1]):
+                engine.turn()
+    engine.run_dry()
+    for rid, (prompt, max_tokens, stop_ids) in asked.items():
+        expected = oracle(prompt, max_tokens, stop_ids)
+        assert len(engine.ends[rid]) == 1
+        if engine.ends[rid] == [FinishReason.ABORT]:
+            assert engine.tokens[rid] == expected[: len(engine.tokens[rid])]
+        else:
+            assert engine.tokens[rid] == expected
+    engine.assert_empty()
+
+
+def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_again():
+    engine = Engine(num_blocks=40, depth=4)
+    rid = engine.submit((1, 2, 3), max_tokens=8)
+    engine.turn()
+    engine.turn()
+    seq = engine.scheduler.running[0]
+    assert seq.num_in_flight == 2
+    engine.scheduler._preempt(seq)
+    engine.turn()
+    assert seq.num_in_flight == 1 and len(engine.loop._steps) == 3
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle((1, 2, 3), 8)
