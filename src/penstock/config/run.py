@@ -1,4 +1,4 @@
-"""`RunConfig`: what the run will be. Every `auto` is gone; nothing decides later. Made by `resolve`."""
+"""`RunConfig`: what the run will be. Every `auto` is gone, nothing decides later. By `resolve`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,9 +7,7 @@ from enum import StrEnum
 class CapacityPolicy(StrEnum):
     """How much cache a sequence must find before it starts."""
 
-    MAX_UTILIZATION = (
-        "MAX_UTILIZATION"  # room for its prompt; preempt by recompute when blocks run out
-    )
+    MAX_UTILIZATION = "MAX_UTILIZATION"  # room for its prompt; recompute when blocks run out
     GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"  # room for its prompt and all of its output
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.config.run import RunConfig
+from penstock.config.run import QueuePolicy, RunConfig
 from penstock.core.deltas import logprob_tuple
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
@@ -92,7 +92,8 @@ class Scheduler:
         self._gates.append(gate)
 
     def add(self, request: Request) -> None:
-        seq = Sequence(request, self._num_arrived)
+        by_priority = self._config.queue_policy is QueuePolicy.PRIORITY
+        seq = Sequence(request, (-request.priority if by_priority else 0, self._num_arrived))
         self._num_arrived += 1
         self._by_id[request.id] = seq
         self._waiting.add(seq)

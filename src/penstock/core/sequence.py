@@ -26,9 +26,9 @@ _EDGES = {
 
 
 class Sequence:
-    def __init__(self, request: Request, arrival: int) -> None:
+    def __init__(self, request: Request, sort_key: tuple[int, int]) -> None:
         self.request = request
-        self.arrival = arrival  # serial number: ties between equal priorities go to the older one
+        self.sort_key = sort_key  # smaller is more important
         self.state = State.WAITING
         self.life = 0  # grows with each preemption; results of an earlier life are dropped
         self.num_prompt = len(request.prompt_ids)
@@ -50,10 +50,6 @@ class Sequence:
     @property
     def id(self) -> int:
         return self.request.id
-
-    @property
-    def sort_key(self) -> tuple[int, int]:
-        return (-self.request.priority, self.arrival)
 
     @property
     def tokens(self) -> Tokens:

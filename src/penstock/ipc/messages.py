@@ -58,7 +58,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     config: dict[str, Any]  # resolved configuration
     choices: tuple[tuple[str, str, str], ...]  # (setting, value, reason)
-    memory: dict[str, int]  # byte plan
+    memory: dict[str, int]  # byte plan of rank 0
+    rank_weight_bytes: tuple[int, ...]
     timeline: tuple[tuple[str, float], ...]  # (phase, seconds)
 
 
@@ -103,9 +104,11 @@ class Stop(Message, frozen=True):
 
 
 class RankReady(Message, frozen=True):
+    """Its weights are loaded, and so many cache blocks would fit beside them."""
+
     rank: int
+    num_blocks: int
     weight_bytes: int
-    free_bytes: int
 
 
 class RankBlocks(Message, frozen=True):

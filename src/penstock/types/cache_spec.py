@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+RESERVED_BLOCKS = 1  # block 0 belongs to nobody: padded device rows write there
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullKV:

@@ -45,6 +45,7 @@ class TextDelta:
     num_cached_tokens: int = 0
     finish: FinishReason | None = None
     stop_reason: str | int | None = None  # stop string or stop id; None for EOS and length
+    error: str | None = None  # with FinishReason.ERROR: what went wrong, for the user
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,9 @@ class GenerateInput:
 class Request:
     """One sequence for the engine: ids only, already checked against the limits.
 
-    `id` is unique over all front ends (see `request_id`). `stop_ids` end the sequence and are not part of
-    its output; they hold the model's EOS unless `ignore_eos`. `max_tokens` is always set.
+    `id` is unique over all front ends (see `request_id`). `stop_ids` end the sequence: the last token
+    of its deltas is then one of them, which the front end leaves out of the text. They hold the
+    model's EOS unless `ignore_eos`. `max_tokens` is always set.
     """
 
     id: int

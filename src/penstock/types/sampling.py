@@ -9,6 +9,8 @@ from penstock.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_SAMPLES = 128
+MAX_LOGIT_BIAS = 1024  # tokens; every device row has room for as many as the widest request brought
+MAX_STOP_TOKEN_IDS = 1024
 _GREEDY_EPS = 1e-5
 
 
@@ -59,6 +61,8 @@ class SamplingParams:
         _within("n", self.n, 1, MAX_SAMPLES)
         _within("best_of", self.best_of, self.n, MAX_SAMPLES)
         _within("stop", len(self.stop), 0, MAX_STOP_STRINGS)
+        _within("logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
+        _within("stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
         if any(not text for text in self.stop):
             raise RequestError("invalid_value", "stop: an empty string never ends anything", "stop")
         for token_id, bias in self.logit_bias.items():

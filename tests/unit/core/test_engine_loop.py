@@ -8,7 +8,7 @@ from fake_executor import FakeExecutor, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.run import CapacityPolicy, RunConfig
+from penstock.config.run import CapacityPolicy, QueuePolicy, RunConfig
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.groups import FullGroup
 from penstock.core.kv.invariants import check
@@ -183,6 +183,13 @@ def test_a_larger_priority_is_served_first_and_equal_ones_in_order_of_arrival():
     ids = [engine.submit((i,), max_tokens=1, priority=p) for i, p in enumerate([0, 0, 5])]
     engine.run_dry()
     assert list(engine.ends) == [ids[2], ids[0], ids[1]]
+
+
+def test_the_fcfs_policy_looks_at_no_priority():
+    engine = Engine(max_batch_size=1, queue_policy=QueuePolicy.FCFS)
+    ids = [engine.submit((i,), max_tokens=1, priority=p) for i, p in enumerate([0, 0, 5])]
+    engine.run_dry()
+    assert list(engine.ends) == ids
 
 
 def test_decodes_go_on_while_a_long_prompt_is_prefilled_in_chunks():

@@ -8,7 +8,8 @@ out: padded device rows write there.
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-RESERVED_BLOCKS = 1
+from penstock.types.cache_spec import RESERVED_BLOCKS
+
 
 
 class BlockPool:

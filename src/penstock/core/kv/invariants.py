@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from penstock.core.kv.block_pool import RESERVED_BLOCKS
 from penstock.core.kv.manager import Holder, KVManager
+from penstock.types.cache_spec import RESERVED_BLOCKS
 
 
 def check(kv: KVManager, holders: Iterable[Holder]) -> None:

@@ -1,0 +1,49 @@
+# Everything runs in a virtual environment of its own; constraints.txt pins torch for every install.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+setup: $(STAMP)  ## create the virtual environment and install
+
+serve: $(STAMP)  ## serve MODEL (default: a tiny built-in one) on http://localhost:8000
+	$(BIN)/penstock serve $(MODEL) $(ARGS)
+
+test: $(STAMP)  ## run the whole test suite, on the CPU
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(STAMP)  ## lint, formatting, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(STAMP)  ## format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-gpu:  ## kernel and engine checks on a CUDA machine, with the python that has torch
+	PYTHONPATH=src $(PYTHON) tests/gpu/kernel_times.py
+	PYTHONPATH=src $(PYTHON) tests/gpu/sampling_check.py
+	PYTHONPATH=src $(PYTHON) tests/gpu/engine_check.py
+
+bench:  ## engine speed on a CUDA machine: TPOT, 32 and 256 requests, start-up
+	PYTHONPATH=src $(PYTHON) benchmarks/dense.py $(ARGS)
+
+docs: $(STAMP)  ## regenerate docs/config.md from the schema
+	$(BIN)/python tools/gen_config_docs.py
+
+.PHONY: help setup serve test check fmt test-gpu bench docs

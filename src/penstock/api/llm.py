@@ -1,0 +1,277 @@
+"""`LLM`: the Python API. A thin shell over `GenerationPipeline`, which runs in a thread of its own.
+
+Nothing is decided here: prompts become `GenerateInput`s, deltas become `RequestOutput`s.
+"""
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.api.collect import Collector
+from penstock.config.schema import EngineConfig
+from penstock.errors import RequestError
+from penstock.frontend.engine import EngineHandle
+from penstock.frontend.pipeline import Generation, GenerationPipeline
+from penstock.frontend.start import start_pipeline
+from penstock.types.outputs import RequestOutput, TextDelta
+from penstock.types.request import ChatOptions, GenerateInput
+from penstock.types.sampling import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has "prompt" or "prompt_token_ids"
+Message = Mapping[str, Any]
+_T = TypeVar("_T")
+
+
+class LLM:
+    """A model and its engine process. Use it in a `with` block, or call `shutdown`.
+
+    The keyword arguments are the fields of `EngineConfig`, the names of the YAML file.
+    """
+
+    def __init__(self, model: str, tokenizer: str | None = None, **engine_config: Any) -> None:
+        self.config = EngineConfig(model=model, tokenizer=tokenizer, **engine_config)
+        self._loop = _LoopThread()
+        try:
+            self._pipeline, handle = self._loop.run(start_pipeline(self.config))
+        except BaseException:
+            self._loop.stop()
+            raise
+        self._shutdown = weakref.finalize(self, _shut_down, self._loop, self._pipeline, handle)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> RequestOutput | list[RequestOutput]:
+        """One prompt in, one output out; a list of prompts in, a list out in the same order."""
+        if _is_single(prompts):
+            [ask] = _inputs([prompts], sampling_params, _text_or_ids)
+            return self._run_all([ask], use_tqdm)[0]
+        return self._run_all(_inputs(list(prompts), sampling_params, _text_or_ids), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        chat_options: ChatOptions = ChatOptions(),
+        use_tqdm: bool = True,
+    ) -> RequestOutput | list[RequestOutput]:
+        """One conversation in, one output out; a list of conversations in, a list out."""
+
+        def conversation(messages: Sequence[Message]) -> dict[str, Any]:
+            # The template writes the special tokens itself.
+            return {
+                "messages": tuple(messages),
+                "chat": chat_options,
+                "add_special_tokens": False,
+            }
+
+        if not messages or isinstance(messages[0], Mapping):
+            [ask] = _inputs([messages], sampling_params, conversation)
+            return self._run_all([ask], use_tqdm)[0]
+        return self._run_all(_inputs(messages, sampling_params, conversation), use_tqdm)
+
+    def generate_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> "PendingOutput":
+        """Start one prompt now; await, iterate or `.result()` what comes back."""
+        [ask] = _inputs([prompt], sampling_params, _text_or_ids)
+        return PendingOutput(self._loop, self._loop.submit(self._pipeline.generate(ask)))
+
+    def shutdown(self) -> None:
+        """End open requests and the engine process. May be called twice."""
+        self._shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _run_all(self, asks: Sequence[GenerateInput], use_tqdm: bool) -> list[RequestOutput]:
+        with _progress(len(asks), use_tqdm) as advance:
+            return self._loop.run(_run_all(self._pipeline, asks, advance))
+
+
+class PendingOutput:
+    """One running request. `result()` from a plain thread, `await` or `async for` from any loop."""
+
+    def __init__(self, loop: "_LoopThread", started: "Future[Generation]") -> None:
+        self._loop = loop
+        self._started = started
+        self._one_at_a_time = asyncio.Lock()
+        self._collector: Collector | None = None
+        self._output: RequestOutput | None = None
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        return self._loop.submit(self._collect()).result(timeout)
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return asyncio.wrap_future(self._loop.submit(self._collect())).__await__()
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """New text as it arrives; afterwards `result()` has the whole output."""
+        while (delta := await asyncio.wrap_future(self._loop.submit(self._next()))) is not None:
+            yield delta
+
+    def abort(self) -> None:
+        """End it now; its samples finish as "cancelled"."""
+        self._loop.run(self._abort())
+
+    async def _next(self) -> TextDelta | None:
+        generation = await asyncio.wrap_future(self._started)
+        async with self._one_at_a_time:
+            if self._collector is None:
+                self._collector = Collector(generation)
+            delta = await anext(generation, None)
+            if delta is not None:
+                self._collector.add(delta)
+            return delta
+
+    async def _collect(self) -> RequestOutput:
+        if self._output is None:
+            while await self._next() is not None:
+                pass
+            assert self._collector is not None
+            self._output = self._collector.output()
+        return self._output
+
+    async def _abort(self) -> None:
+        (await asyncio.wrap_future(self._started)).abort()
+
+
+async def _run_all(
+    pipeline: GenerationPipeline, asks: Sequence[GenerateInput], advance: Callable[[], None]
+) -> list[RequestOutput]:
+    """All at once, as far as the engine's queue holds; the first error ends the rest."""
+    if not asks:
+        return []
+    most_samples = max(ask.sampling.num_samples for ask in asks)
+    room = asyncio.Semaphore(max(1, pipeline.client.info.max_queued // most_samples))
+
+    async def run(ask: GenerateInput) -> RequestOutput:
+        async with room, await pipeline.generate(ask, stream=False) as generation:
+            collector = Collector(generation)
+            async for delta in generation:
+                collector.add(delta)
+            advance()
+            return collector.output()
+
+    tasks = [asyncio.create_task(run(ask)) for ask in asks]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, where the pipeline lives."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="penstock", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def submit(self, work: Coroutine[Any, Any, _T]) -> "Future[_T]":
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for it; an interrupt of the waiting thread cancels it."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def stop(self) -> None:
+        """Cancel what still runs, let it clean up, and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
+
+
+def _shut_down(loop: _LoopThread, pipeline: GenerationPipeline, handle: EngineHandle) -> None:
+    if loop.is_current_thread:  # the garbage collector may run anywhere, here it must not wait
+        threading.Thread(target=_shut_down, args=(loop, pipeline, handle)).start()
+        return
+    # At interpreter exit no new thread may start, so the blocking part runs in this one.
+    loop.run(pipeline.client.close())
+    handle.stop()
+    loop.stop()
+
+
+def _is_single(prompts: Any) -> bool:
+    return isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _text_or_ids(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, Mapping):
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+        if unknown or len(prompt) != 1:
+            raise RequestError(
+                "invalid_value",
+                f"a prompt has one of 'prompt' and 'prompt_token_ids', not {sorted(prompt)}",
+                "prompts",
+            )
+        [prompt] = prompt.values()
+    return {"text": prompt} if isinstance(prompt, str) else {"token_ids": tuple(prompt)}
+
+
+def _inputs(
+    prompts: Sequence[Any],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    fields_of: Callable[[Any], dict[str, Any]],
+) -> list[GenerateInput]:
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(
+            "invalid_value",
+            f"{len(prompts)} prompts but {len(params)} sampling_params; give one or as many",
+            "sampling_params",
+        )
+    return [
+        GenerateInput(sampling=one, **fields_of(prompt))
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal's stderr; nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(
+        *columns, console=console, disable=not (is_wanted and console.is_terminal)
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

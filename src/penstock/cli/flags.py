@@ -1,0 +1,242 @@
+"""The flags of `serve`, as a table: one line per flag, its spellings, and the field it sets.
+
+Light on purpose: `--help` must not wait for pydantic. A test keeps it in step with the schema.
+All flags of `trtllm-serve` are here; those that are no YAML field have a ruling of their own.
+"""
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.config.trtllm_fields import (
+    SUPPORTED,
+    Ruling,
+    Verdict,
+    ignored,
+    put,
+    rejected,
+    ruling_of,
+)
+from penstock.errors import ConfigError
+
+Kind = Literal["text", "int", "float", "switch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    names: str  # spellings without dashes, the best one first
+    kind: Kind
+    help: str = ""
+    path: str = ""  # YAML field, where it is not the first spelling
+    ruling: Ruling | None = None  # of a flag that has no YAML field
+
+    @property
+    def field(self) -> str:
+        return self.path or self.names.split()[0]
+
+    @property
+    def verdict(self) -> Ruling:
+        return self.ruling or ruling_of(self.field) or SUPPORTED
+
+
+def _without_field(names: str, kind: Kind, ruling: Ruling) -> Flag:
+    return Flag(names, kind, ruling=ruling)
+
+
+_MODEL = (
+    Flag("tokenizer", "text", "tokenizer id or folder, when not the model's own"),
+    Flag("revision hf_revision", "text", "branch, tag or commit of the model"),
+    Flag("dtype", "text", "auto, bfloat16, float16 or float32"),
+    Flag("load_format", "text", "auto, or dummy for random weights"),
+    Flag("skip_tokenizer_init", "switch", "load no tokenizer; prompts are token ids"),
+    Flag("chat_template", "text", "Jinja file or template, when not the tokenizer's own"),
+    Flag("served_model_name", "text", "name of the model in the API"),
+    Flag("seed", "int", "start value of dummy weights and of requests without a seed"),
+)
+_DEVICES = (
+    Flag("device", "text", "auto, cuda or cpu"),
+    Flag("tensor_parallel_size tp_size", "int", "GPUs that share each layer"),
+    Flag("num_threads", "int", "CPU threads of each engine process"),
+    Flag(
+        "attn_backend attention_backend", "text", "attention kernels: auto, triton, sdpa, reference"
+    ),
+)
+_LIMITS = (
+    Flag("max_batch_size", "int", "most sequences in one step"),
+    Flag("max_num_tokens", "int", "most tokens in one step"),
+    Flag("max_seq_len", "int", "most tokens of one request, prompt and answer"),
+    Flag("max_queued_requests", "int", "most requests waiting or running; more get status 429"),
+    Flag(
+        "free_gpu_memory_fraction kv_cache_free_gpu_memory_fraction",
+        "float",
+        "share of the memory left after loading that the cache takes",
+        path="kv_cache_config.free_gpu_memory_fraction",
+    ),
+    Flag("kv_cache_dtype", "text", "number format of the cache", path="kv_cache_config.dtype"),
+    Flag("enable_chunked_prefill", "switch", "compute long prompts in pieces"),
+    Flag("disable_overlap_scheduler", "switch", "plan a step only when the last one has ended"),
+)
+_SERVER = (
+    Flag("host", "text", "address to listen on"),
+    Flag("port", "int", "port to listen on; 0 picks a free one"),
+    Flag("api_key", "text", "key that clients must send; better set in the YAML file"),
+    Flag("log_level", "text", "error, warning, info or debug"),
+    Flag("stream_interval", "int", "tokens between two streamed chunks"),
+    Flag("enable_iter_perf_stats", "switch", "keep step records for GET /metrics"),
+    Flag("return_perf_metrics", "switch", "keep request times for GET /perf_metrics"),
+    Flag("max_stats_len", "int", "most records kept between two reads"),
+)
+
+_ONE_SERVER = rejected("Penstock serves a model in one place; there is no cluster to join yet")
+_NO_FOREIGN_CODE = rejected("code named on the command line is not loaded")
+_TEXT_ONLY = ignored("only text models are served")
+_NO_IMAGES = rejected("only text models are served", False)
+_COMPATIBLE = (
+    _without_field("backend", "text", ignored("there is one backend", "pytorch")),
+    Flag("trust_remote_code", "switch"),
+    Flag("custom_tokenizer", "text"),
+    Flag("max_beam_width", "int"),
+    Flag("pipeline_parallel_size pp_size", "int"),
+    Flag("context_parallel_size cp_size", "int"),
+    Flag("moe_expert_parallel_size ep_size", "int"),
+    Flag("moe_cluster_parallel_size cluster_size", "int"),
+    Flag("gpus_per_node", "int"),
+    Flag("num_postprocess_workers", "int"),
+    Flag("enable_attention_dp", "switch"),
+    Flag("reasoning_parser", "text"),
+    Flag("otlp_traces_endpoint", "text"),
+    _without_field("tool_parser", "text", ignored("tool calls stay part of the answer's text")),
+    _without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
+    _without_field(
+        "fail_fast_on_attention_window_too_large", "switch", ignored("it has no use here")
+    ),
+    _without_field(
+        "generation_config", "text", ignored("only the stop ids are read from it", "trtllm")
+    ),
+    _without_field(
+        "allow_request_chat_template", "switch", ignored("the server's template is used", False)
+    ),
+    _without_field("num_serve_frontends", "int", ignored("one process serves HTTP", 1)),
+    _without_field("num_input_processor_workers", "int", _TEXT_ONLY),
+    _without_field("num_media_load_workers", "int", _TEXT_ONLY),
+    _without_field("media_io_kwargs", "text", _TEXT_ONLY),
+    _without_field("video_pruning_rate", "float", _TEXT_ONLY),
+    _without_field(
+        "agent_percentage", "float", ignored("requests are not told apart by agent", 0.0)
+    ),
+    _without_field("agent_types", "text", ignored("requests are not told apart by agent")),
+    _without_field("report_addr", "text", ignored("the address is in the log")),
+    _without_field("custom_module_dirs", "text", _NO_FOREIGN_CODE),
+    _without_field("middleware", "text", _NO_FOREIGN_CODE),
+    _without_field("post_processor_hook", "text", _NO_FOREIGN_CODE),
+    _without_field("grpc", "switch", rejected("only HTTP is served", False)),
+    _without_field("server_role", "text", _ONE_SERVER),
+    _without_field("disagg_cluster_uri", "text", _ONE_SERVER),
+    _without_field("metadata_server_config_file", "text", _ONE_SERVER),
+    _without_field("visual_gen_args extra_visual_gen_options", "text", _NO_IMAGES),
+    _without_field("enable_visual_gen", "switch", _NO_IMAGES),
+)
+
+_GROUPS = {
+    "model": _MODEL,
+    "devices": _DEVICES,
+    "limits": _LIMITS,
+    "server": _SERVER,
+    "of trtllm-serve, ignored or refused here": _COMPATIBLE,
+}
+FLAGS: tuple[Flag, ...] = tuple(flag for group in _GROUPS.values() for flag in group)
+
+_TYPES: dict[str, Any] = {"text": str, "int": int, "float": float}
+_YES, _NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Every flag of the table; one that is not given leaves no trace in the parsed namespace."""
+    parser.usage = "%(prog)s [MODEL] [flags]"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="model id or checkpoint folder")
+    parser.add_argument(
+        "--config",
+        "--extra_llm_api_options",
+        metavar="FILE",
+        help="YAML file with any field of docs/config.md; it wins over the flags",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="set any field, such as kv_cache_config.max_tokens=4096; wins over everything",
+    )
+    for title, flags in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add(group, flag)
+
+
+def _add(group: "argparse._ArgumentGroup", flag: Flag) -> None:
+    spellings = [f"--{name}" for name in flag.names.split()]
+    text = flag.help or flag.verdict.reason
+    common: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
+    if flag.kind == "switch":
+        group.add_argument(*spellings, action="store_true", help=text, **common)
+        opposites = [f"--no_{name}" for name in flag.names.split()]
+        group.add_argument(*opposites, action="store_false", help=argparse.SUPPRESS, **common)
+    else:
+        metavar = flag.kind.upper()
+        group.add_argument(*spellings, type=_TYPES[flag.kind], metavar=metavar, help=text, **common)
+
+
+def normalise(argv: Sequence[str]) -> list[str]:
+    """`--max-batch-size` -> `--max_batch_size`, and `--switch=false` -> `--no_switch`."""
+    switches = {name for flag in FLAGS if flag.kind == "switch" for name in flag.names.split()}
+    result: list[str] = []
+    for position, argument in enumerate(argv):
+        if argument == "--":
+            return result + list(argv[position:])
+        if not argument.startswith("--"):
+            result.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        if equals and name in switches:
+            if value.lower() not in _YES | _NO:
+                raise ConfigError(f"--{name} is '{value}', it must be true or false")
+            result.append(f"--{name}" if value.lower() in _YES else f"--no_{name}")
+        else:
+            result.append(f"--{name}{equals}{value}")
+    return result
+
+
+def settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The given flags in the shape of the YAML file, and a line for each that has no effect."""
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
+    if args.model is not None:
+        values["model"] = args.model
+    for flag in FLAGS:
+        if not hasattr(args, flag.field):
+            continue
+        value = getattr(args, flag.field)
+        if flag.ruling is None:
+            put(values, flag.field, value)
+        elif value in flag.ruling.neutral:
+            continue
+        elif flag.ruling.verdict is Verdict.REJECTED:
+            raise ConfigError(f"--{flag.field} cannot be used: {flag.ruling.reason}")
+        else:
+            warnings.append(f"--{flag.field} is ignored: {flag.ruling.reason}")
+    return values, warnings
+
+
+def refuse_unknown(extra: Sequence[str], known: Iterable[str]) -> None:
+    """Complain about the first argument that no flag took."""
+    if not extra:
+        return
+    name = extra[0].partition("=")[0]
+    if not name.startswith("-"):
+        raise ConfigError(f"unexpected argument '{extra[0]}'")
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    raise ConfigError(f"unknown flag '{name}'{hint}")

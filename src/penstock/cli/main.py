@@ -1,0 +1,99 @@
+"""The command tree. Only parses arguments; what a command needs is imported when it runs.
+
+`penstock` has sub-commands; `trtllm-serve` takes the arguments of the program of that name.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from penstock import __version__
+from penstock.cli.flags import add_serve_flags, normalise, refuse_unknown
+from penstock.errors import ConfigError, PenstockError
+
+_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+_UNAVAILABLE = ("disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve", "rerank")
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    _exit(_parser, sys.argv[1:] if argv is None else argv)
+
+
+def trtllm_serve(argv: Sequence[str] | None = None) -> NoReturn:
+    """`trtllm-serve MODEL ...` and `trtllm-serve serve MODEL ...`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in _UNAVAILABLE:
+        print(f"error: trtllm-serve {arguments[0]} is not available", file=sys.stderr)
+        raise SystemExit(2)
+    if arguments and arguments[0] == "serve":
+        del arguments[0]
+    _exit(_trtllm_parser, arguments or ["--help"])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    @property
+    def flag_names(self) -> set[str]:
+        return set(self._option_string_actions)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="penstock", description="Serve language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    add_serve_flags(serve)
+    serve.set_defaults(module="penstock.cli.serve", parser=serve, needs_model=False)
+
+    chat = commands.add_parser("chat", help="talk to a running server", allow_abbrev=False)
+    chat.add_argument("--url", default="http://localhost:8000", help="address of the server")
+    chat.add_argument("--model", help="model name; default: the one the server has")
+    chat.add_argument("--system", help="system message")
+    chat.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
+    chat.add_argument("--max_tokens", type=int, help="longest answer, in tokens")
+    chat.add_argument("--api_key", help="key the server asks for")
+    chat.set_defaults(module="penstock.cli.chat", parser=chat)
+
+    doctor = commands.add_parser("doctor", help="show what this machine has", allow_abbrev=False)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(module="penstock.cli.doctor", parser=doctor)
+    return parser
+
+
+def _trtllm_parser() -> _Parser:
+    parser = _Parser(prog="trtllm-serve", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    add_serve_flags(parser)
+    parser.set_defaults(module="penstock.cli.serve", parser=parser, needs_model=True)
+    return parser
+
+
+def _exit(build: Callable[[], _Parser], argv: Sequence[str]) -> NoReturn:
+    """Run the command and end with its status: 2 for a user's mistake, 1 for a failure."""
+    try:
+        status = _run(build(), argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    except PenstockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    raise SystemExit(status)
+
+
+def _run(parser: _Parser, argv: Sequence[str]) -> int:
+    args, extra = parser.parse_known_args(normalise(argv))
+    if "module" not in args:
+        refuse_unknown(extra, parser.flag_names)
+        parser.print_help()
+        return 0
+    refuse_unknown(extra, args.parser.flag_names)
+    status: int = importlib.import_module(args.module).run(args)
+    return status

@@ -1,0 +1,31 @@
+"""`serve`: flags + YAML + `--set` -> `EngineConfig` -> the server."""
+
+import argparse
+
+from penstock import log
+from penstock.cli.flags import settings
+from penstock.config.load import load_config
+from penstock.config.schema import EngineConfig
+from penstock.errors import ConfigError
+
+_logger = log.get(__name__)
+
+
+def run(args: argparse.Namespace) -> int:
+    log.setup("http", getattr(args, "log_level", None))
+    config = build_config(args)
+    from penstock.server.launch import serve
+
+    status: int = serve(config)
+    return status
+
+
+def build_config(args: argparse.Namespace) -> EngineConfig:
+    """`args.needs_model`: refuse to fall back on the default model."""
+    values, warnings = settings(args)
+    for line in warnings:
+        _logger.warning("%s", line)
+    config = load_config(values, args.config, args.set)
+    if args.needs_model and "model" not in config.model_fields_set:
+        raise ConfigError("MODEL is missing: name a model id or a checkpoint folder")
+    return config

@@ -1,0 +1,62 @@
+"""`cuda_graph_config`: for which decode batch sizes a CUDA graph is captured."""
+
+from collections.abc import Iterable
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from penstock.config.base import StrictModel, setting
+
+MAX_GRAPH_SIZE = 65536
+DEFAULT_MAX_SIZE = 512
+
+
+class CudaGraphConfig(StrictModel):
+    batch_sizes: list[Annotated[int, Field(ge=1, le=MAX_GRAPH_SIZE)]] | None = setting(
+        None,
+        "Batch sizes to capture, in any order. null: a list made from max_batch_size.",
+        min_length=1,
+        max_length=1024,
+    )
+    max_batch_size: int = setting(
+        0,
+        "Largest batch size to capture. 0: the largest of batch_sizes, and without those "
+        f"{DEFAULT_MAX_SIZE} or the server's max_batch_size, whichever is smaller.",
+        ge=0,
+        le=MAX_GRAPH_SIZE,
+    )
+    enable_padding: bool = setting(
+        True, "Run a batch in the next larger graph instead of without one when no size matches."
+    )
+
+    @model_validator(mode="after")
+    def _list_and_maximum_agree(self) -> "CudaGraphConfig":
+        if self.batch_sizes and self.max_batch_size not in (0, max(self.batch_sizes)):
+            raise ValueError(
+                f"max_batch_size is {self.max_batch_size}, but the largest of batch_sizes is "
+                f"{max(self.batch_sizes)}; give only one of the two or make them equal"
+            )
+        return self
+
+    def sizes(self, max_rows: int) -> tuple[int, ...]:
+        """Ascending sizes to capture when a batch has at most `max_rows` sequences."""
+        if self.batch_sizes:
+            wanted: Iterable[int] = self.batch_sizes
+        else:
+            largest = self.max_batch_size or min(DEFAULT_MAX_SIZE, max_rows)
+            wanted = padded_sizes(largest) if self.enable_padding else exact_sizes(largest)
+        # What was asked beyond the batch limit is served by one graph of exactly that limit.
+        return tuple(sorted({min(size, max_rows) for size in wanted}))
+
+
+def padded_sizes(largest: int) -> list[int]:
+    """1, 2, 4, then every 8th up to 128, then every 64th, and `largest` itself."""
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(192, largest, 64)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def exact_sizes(largest: int) -> list[int]:
+    """All up to 32, as without padding a size serves only itself, then powers of two."""
+    powers = [2**exponent for exponent in range(6, largest.bit_length())]
+    sizes = [*range(1, 33), *powers]
+    return [size for size in sizes if size < largest] + [largest]

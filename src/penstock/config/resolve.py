@@ -1,0 +1,248 @@
+"""`EngineConfig` + model + device -> `RunConfig`. Every `auto` ends here, with its reason.
+
+Pure: reads no file, no environment, no device.
+"""
+
+from typing import TypeVar
+
+from penstock.config.run import Choice, RunConfig
+from penstock.config.schema import EngineConfig
+from penstock.errors import ConfigError
+from penstock.types.cache_spec import FullKV
+from penstock.types.device import DeviceInfo
+from penstock.types.model_spec import ModelSpec
+
+_GIB = 2**30
+_BF16_ARCH = 80  # first GPU generation with fast bfloat16
+_GPU_ROWS, _CPU_ROWS = 2048, 64
+_GPU_TOKENS, _CPU_TOKENS = 8192, 2048
+_MAX_HOST_THREADS = 8
+_BACKENDS = ("reference", "sdpa", "triton")
+
+T = TypeVar("T")
+Reasoned = tuple[T, str]  # a value and why
+
+
+class _Choices:
+    """Writes down every decision on its way to the `RunConfig`."""
+
+    def __init__(self) -> None:
+        self.made: list[Choice] = []
+
+    def add(self, name: str, reasoned: Reasoned[T]) -> T:
+        value, reason = reasoned
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        self.made.append(Choice(name=name, value=shown or "none", reason=reason))
+        return value
+
+
+def resolve(
+    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, model_path: str
+) -> RunConfig:
+    choices = _Choices()
+    kv = config.kv_cache_config
+    kind = choices.add("device", _device(config, device))
+    _check_ranks(config, spec, device, kind)
+    tp_size = config.tensor_parallel_size
+    dtype = choices.add("dtype", _dtype(config, spec, device, kind))
+    backend = choices.add("attention_backend", _attention(config, device, kind))
+    max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
+    block_bytes = kv.tokens_per_block * _cache_bytes_per_token(spec, dtype, tp_size)
+    kv_cpu_bytes = 0
+    if kind == "cpu":
+        kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, device, block_bytes))
+    pool_tokens = (kv_cpu_bytes // block_bytes - 1) * kv.tokens_per_block if kind == "cpu" else None
+    max_seq_len = choices.add("max_seq_len", _max_seq_len(config, spec, pool_tokens))
+    return RunConfig(
+        model=config.model,
+        model_path=model_path,
+        load_format=config.load_format,
+        dtype=dtype,
+        device=kind,
+        num_threads=choices.add("num_threads", _num_threads(config, device, kind)),
+        tp_size=tp_size,
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        max_seq_len=max_seq_len,
+        max_queued=config.max_queued_requests,
+        chunked_prefill=config.enable_chunked_prefill,
+        capacity_policy=config.scheduler_config.capacity_scheduler_policy,
+        queue_policy=config.scheduler_config.waiting_queue_policy,
+        depth=choices.add("depth", _depth(config, kind)),
+        tokens_per_block=kv.tokens_per_block,
+        block_reuse=kv.enable_block_reuse,
+        partial_reuse=kv.enable_block_reuse and kv.enable_partial_reuse,
+        kv_dtype=choices.add("kv_dtype", (dtype, "the number format the model computes in")),
+        kv_max_tokens=kv.max_tokens,
+        kv_memory_fraction=kv.free_gpu_memory_fraction,
+        kv_cpu_bytes=kv_cpu_bytes,
+        attention_backend=backend,
+        graph_batch_sizes=choices.add(
+            "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
+        ),
+        graph_padding=config.cuda_graph_config is not None
+        and config.cuda_graph_config.enable_padding,
+        seed=config.seed,
+        choices=tuple(choices.made),
+    )
+
+
+def _device(config: EngineConfig, device: DeviceInfo) -> Reasoned[str]:
+    if config.device == "auto":
+        return device.kind, f"found {device.name}" if device.kind == "cuda" else "found no GPU"
+    if config.device == "cuda" and device.kind != "cuda":
+        raise ConfigError("device is cuda, but there is no GPU; set device to cpu or auto")
+    return config.device, "set by device"
+
+
+def _check_ranks(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str) -> None:
+    """More ranks than GPUs cannot start; on a CPU ranks are processes, for those who ask for it."""
+    size = config.tensor_parallel_size
+    num_gpus = device.num_devices if device.kind == "cuda" else 0
+    on_asked_cpu = kind == "cpu" and config.device == "cpu"
+    if size > 1 and size > num_gpus and not on_asked_cpu:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but there are {num_gpus} GPUs; lower it to "
+            f"{max(num_gpus, 1)}"
+            + ("" if num_gpus else ", or set device to cpu to run the ranks as CPU processes")
+        )
+    if spec.num_heads % size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, which does not divide the {spec.num_heads} attention "
+            "heads of the model"
+        )
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, which is neither a divisor nor a multiple of the "
+            f"{spec.num_kv_heads} KV heads of the model"
+        )
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str) -> Reasoned[str]:
+    if config.dtype != "auto":
+        return config.dtype, "set by dtype"
+    if kind == "cpu":
+        return "float32", "default on a CPU; set dtype to halve the memory"
+    if spec.dtype == "bfloat16" and device.arch < _BF16_ARCH:
+        return "float16", f"sm_{device.arch} has no fast bfloat16"
+    return spec.dtype, "the checkpoint's"
+
+
+def _attention(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[str]:
+    asked = config.attn_backend
+    if asked in _BACKENDS:
+        if asked == "triton" and (kind == "cpu" or device.triton_version is None):
+            raise ConfigError(
+                f"attn_backend is triton, which needs a GPU and the triton package; the device is "
+                f"{kind}, use sdpa, reference or auto"
+            )
+        return asked, "set by attn_backend"
+    if kind == "cpu":
+        best, reason = "sdpa", "preferred on a CPU"
+    elif device.triton_version is None:
+        best, reason = "sdpa", "the triton package is not installed"
+    else:
+        best, reason = "triton", f"preferred on sm_{device.arch}"
+    return best, reason if asked == "auto" else f"{reason}; stands in for {asked}"
+
+
+def _step_limits(config: EngineConfig, kind: str, choices: _Choices) -> tuple[int, int]:
+    """Tokens and sequences of one step. Each running sequence takes at least one token of it."""
+    rows, tokens = config.max_batch_size, config.max_num_tokens
+    default_rows, default_tokens = (
+        (_CPU_ROWS, _CPU_TOKENS) if kind == "cpu" else (_GPU_ROWS, _GPU_TOKENS)
+    )
+    if tokens is not None:
+        tokens_why = "set by max_num_tokens"
+    elif rows is not None and rows > default_tokens:
+        tokens, tokens_why = rows, "one token for each of max_batch_size"
+    else:
+        tokens, tokens_why = default_tokens, f"default on {kind}: keeps a step short"
+    if rows is None:
+        rows, rows_why = default_rows, f"default on {kind}"
+    else:
+        rows_why = "set by max_batch_size"
+    if rows > tokens:
+        rows_why = f"lowered from {rows}: max_num_tokens gives only {tokens} sequences a token"
+        rows = tokens
+    return (
+        choices.add("max_num_tokens", (tokens, tokens_why)),
+        choices.add("max_batch_size", (rows, rows_why)),
+    )
+
+
+def _cache_bytes_per_token(spec: ModelSpec, dtype: str, tp_size: int) -> int:
+    layer = FullKV(
+        num_kv_heads=max(1, spec.num_kv_heads // tp_size), head_size=spec.head_size, dtype=dtype
+    )
+    return spec.num_layers * layer.bytes_per_token()
+
+
+def _cpu_pool(config: EngineConfig, device: DeviceInfo, block_bytes: int) -> Reasoned[int]:
+    """Bytes of the cache on a CPU: modest, unless max_tokens or max_seq_len asks for more."""
+    kv = config.kv_cache_config
+    most = device.total_bytes // 2
+
+    def pool(num_tokens: int) -> int:
+        return (-(-num_tokens // kv.tokens_per_block) + 1) * block_bytes  # block 0 is reserved
+
+    if kv.max_tokens is not None:
+        wanted = pool(kv.max_tokens)
+        if wanted > most:
+            raise ConfigError(
+                f"kv_cache_config.max_tokens is {kv.max_tokens}, which takes "
+                f"{wanted / _GIB:.1f} GiB of cache; at most {most / _GIB:.1f} GiB, "
+                "half of the memory, may be used"
+            )
+        return wanted, "set by kv_cache_config.max_tokens"
+    default = max(min(_GIB, device.total_bytes // 10), pool(1))
+    if config.max_seq_len is not None and default < pool(config.max_seq_len) <= most:
+        return pool(config.max_seq_len), "room for one sequence of max_seq_len"
+    return default, "1 GiB or a tenth of the memory, whichever is smaller"
+
+
+def _max_seq_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int | None) -> Reasoned[int]:
+    """`pool_tokens`: what the cache holds, where that is known before the weights are loaded."""
+    length, reason = spec.max_position, "positions of the model"
+    if config.max_seq_len is not None:
+        if config.max_seq_len <= spec.max_position:
+            length, reason = config.max_seq_len, "set by max_seq_len"
+        else:
+            reason = f"lowered from {config.max_seq_len} to the positions of the model"
+    if pool_tokens is not None and length > pool_tokens:
+        reason = f"lowered from {length} to what the cache holds; raise kv_cache_config.max_tokens"
+        length = pool_tokens
+    return length, reason
+
+
+def _num_threads(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[int]:
+    if config.num_threads is not None:
+        return config.num_threads, "set by num_threads"
+    if kind == "cpu":
+        share = max(1, device.num_threads // config.tensor_parallel_size)
+        return share, f"{device.num_threads} cores, {config.tensor_parallel_size} rank(s)"
+    return min(_MAX_HOST_THREADS, device.num_threads), "the GPU computes, the host only loads"
+
+
+def _depth(config: EngineConfig, kind: str) -> Reasoned[int]:
+    if config.disable_overlap_scheduler is not None:
+        return 1 if config.disable_overlap_scheduler else 2, "set by disable_overlap_scheduler"
+    if kind == "cpu":
+        return 1, "on a CPU the step and its planning share the cores"
+    return 2, "the next step is planned while the GPU runs this one"
+
+
+def _graph_sizes(
+    config: EngineConfig, kind: str, backend: str, max_batch_size: int
+) -> Reasoned[tuple[int, ...]]:
+    graphs = config.cuda_graph_config
+    if graphs is None:
+        return (), "turned off by cuda_graph_config"
+    if kind == "cpu":
+        return (), "graphs exist on GPUs only"
+    if backend != "triton":
+        return (), f"attention backend {backend} cannot be captured"
+    if graphs.batch_sizes:
+        return graphs.sizes(max_batch_size), "set by cuda_graph_config.batch_sizes"
+    rule = "padded to the next size" if graphs.enable_padding else "no padding"
+    return graphs.sizes(max_batch_size), rule

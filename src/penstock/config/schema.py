@@ -1,0 +1,205 @@
+"""`EngineConfig`: everything a user may set, under TensorRT-LLM's YAML names.
+
+Every field here does something. Names that TensorRT-LLM knows and Penstock does not have are judged
+by `trtllm_fields`; what is left to decide automatically is decided by `resolve`.
+"""
+
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from penstock import log
+from penstock.config.base import StrictModel, setting
+from penstock.config.batching import SchedulerConfig
+from penstock.config.graphs import CudaGraphConfig
+from penstock.config.kv_cache import KvCacheConfig
+from penstock.config.messages import explain
+from penstock.config.trtllm_fields import canonical, translate
+from penstock.errors import ConfigError
+
+DEFAULT_MODEL = "tiny"  # a small random model that the project makes itself
+
+_logger = log.get(__name__)
+
+
+class EngineConfig(StrictModel):
+    """However it is built: a wrong value, an unknown or a rejected name is a `ConfigError`."""
+
+    # model and tokenizer
+    model: str = setting(
+        DEFAULT_MODEL,
+        f"Hub id or local folder of the checkpoint. '{DEFAULT_MODEL}': a small random model made "
+        "on the spot, for trying the server out.",
+        min_length=1,
+        max_length=4096,
+    )
+    tokenizer: str | None = setting(
+        None,
+        "Hub id or local folder of the tokenizer. null: the model's own.",
+        min_length=1,
+        max_length=4096,
+    )
+    skip_tokenizer_init: bool = setting(
+        False, "Load no tokenizer: prompts must be token ids, and so are the answers."
+    )
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit of the model on the hub. null: its main branch.",
+        min_length=1,
+        max_length=256,
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
+        "auto",
+        "Number format of weights and activations. auto: the checkpoint's on a GPU, float32 on a "
+        "CPU.",
+    )
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto", "auto: read the checkpoint. dummy: random weights, only config.json is read."
+    )
+    model_kwargs: dict[str, Any] | None = setting(
+        None,
+        "Values that replace those of the checkpoint's config.json, such as a smaller "
+        "num_hidden_layers.",
+        status="beta",
+        max_length=256,
+    )
+    chat_template: str | None = setting(
+        None,
+        "Jinja chat template: a file, or the template itself. null: the tokenizer's own.",
+        min_length=1,
+        max_length=1_000_000,
+    )
+    seed: int = setting(
+        0, "Start value of dummy weights and of requests that bring no seed.", ge=0, le=2**63 - 1
+    )
+
+    # devices
+    device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "Where the model runs. auto: on the GPU when there is one."
+    )
+    tensor_parallel_size: int = setting(
+        1, "Number of devices that share each layer; each runs one process.", ge=1, le=1024
+    )
+    num_threads: int | None = setting(
+        None, "CPU threads of each engine process. null: the cores this machine has.", ge=1, le=1024
+    )
+
+    # limits
+    max_batch_size: int | None = setting(
+        None, "Most sequences in one step. null: 2048 on a GPU, 64 on a CPU.", ge=1, le=65536
+    )
+    max_num_tokens: int | None = setting(
+        None,
+        "Most tokens, of prompts and of answers, in one step. null: 8192 on a GPU, 2048 on a CPU, "
+        "and never less than max_batch_size.",
+        ge=1,
+        le=2**20,
+    )
+    max_seq_len: int | None = setting(
+        None,
+        "Most tokens of one request, prompt and answer together. null: what the model was trained "
+        "for. More than that is lowered to it.",
+        ge=2,
+        le=2**27,
+    )
+    max_queued_requests: int = setting(
+        8192,
+        "Most requests waiting or running at a time; one more is refused with status 429.",
+        ge=1,
+        le=2**20,
+    )
+
+    # scheduling
+    enable_chunked_prefill: bool = setting(
+        True,
+        "Compute long prompts in pieces between the answers of others. Without it a prompt longer "
+        "than max_num_tokens is refused.",
+    )
+    scheduler_config: SchedulerConfig = setting(SchedulerConfig(), "Queue order and admission.")
+    disable_overlap_scheduler: bool | None = setting(
+        None,
+        "true: plan a step only after the one before it has ended. false: plan it while that one "
+        "runs. null: false on a GPU, true on a CPU.",
+    )
+    stream_interval: int = setting(
+        1,
+        "Send a streamed chunk every so many tokens; the first and the last are sent at once.",
+        ge=1,
+        le=10000,
+    )
+
+    # cache, graphs, kernels
+    kv_cache_config: KvCacheConfig = setting(KvCacheConfig(), "The cache of keys and values.")
+    cuda_graph_config: CudaGraphConfig | None = setting(
+        CudaGraphConfig(), "CUDA graphs of decode steps. null: none. Not used on a CPU."
+    )
+    attn_backend: str = setting(
+        "auto",
+        "Attention kernels: reference, sdpa or triton. auto and every other name (TRTLLM, "
+        "FLASHINFER, ...): the one preferred on the device.",
+        min_length=1,
+        max_length=64,
+    )
+
+    # statistics
+    enable_iter_perf_stats: bool = setting(
+        False, "Keep a record of every step for GET /metrics.", status="beta"
+    )
+    return_perf_metrics: bool = setting(
+        False, "Keep times of every request for GET /perf_metrics.", status="beta"
+    )
+    max_stats_len: int = setting(
+        1000, "Most records kept between two reads; older ones are dropped.", ge=1, le=1_000_000
+    )
+
+    # server
+    host: str = setting("localhost", "Address to listen on.", min_length=1, max_length=255)
+    port: int = setting(8000, "Port to listen on. 0: a free one.", ge=0, le=65535)
+    served_model_name: str | None = setting(
+        None,
+        "Name of the model in the API. null: the model as given.",
+        min_length=1,
+        max_length=256,
+    )
+    api_key: str | None = Field(
+        default=None,
+        description="Key that clients must send as 'Authorization: Bearer KEY'. null: no check. "
+        "Never shown, and not passed on to the engine process.",
+        min_length=1,
+        max_length=4096,
+        repr=False,
+        exclude=True,
+        json_schema_extra={"status": "stable"},
+    )
+    log_level: (
+        Literal["internal_error", "error", "warning", "info", "verbose", "debug", "trace"] | None
+    ) = setting(None, "Least important messages shown. null: PENSTOCK_LOG_LEVEL, or info.")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _judge_names(
+        cls, values: Any, handler: ModelWrapValidatorHandler["EngineConfig"]
+    ) -> "EngineConfig":
+        if isinstance(values, cls):
+            return values
+        kept, warnings = translate(canonical(values))
+        try:
+            config = handler(kept)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls.model_fields)) from None
+        for line in warnings:
+            _logger.warning("%s", line)
+        return config
+
+    @field_validator("model", "host")
+    @classmethod
+    def _not_blank(cls, value: str) -> str:
+        if value != value.strip() or not value:
+            raise ValueError("it must not begin or end with a space")
+        return value

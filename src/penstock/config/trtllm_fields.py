@@ -1,0 +1,422 @@
+"""What becomes of every field TensorRT-LLM's YAML knows: supported, ignored or rejected, and why.
+
+The table is data; `canonical` and `translate` apply it. Knows names only: what a supported field
+may hold is the schema's business. Imports nothing heavy, so that the command line can use it.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from penstock.errors import ConfigError
+
+
+class Verdict(StrEnum):
+    SUPPORTED = "supported"
+    IGNORED = "ignored"  # a warning, then as if it were not there
+    REJECTED = "rejected"  # an error: ignoring it would give something else than was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    verdict: Verdict
+    reason: str = ""
+    # Values that ask for nothing that Penstock does not do anyway: no warning, no error.
+    neutral: tuple[object, ...] = ()
+    # Of a supported field: values that are dropped with a warning, and why.
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+
+SUPPORTED = Ruling(Verdict.SUPPORTED)
+
+
+def ignored(reason: str, *neutral: object) -> Ruling:
+    return Ruling(Verdict.IGNORED, reason, neutral)
+
+
+def rejected(reason: str, *neutral: object) -> Ruling:
+    return Ruling(Verdict.REJECTED, reason, neutral)
+
+
+def _section(name: str, ruling: Ruling, children: Mapping[str, Ruling] | str) -> dict[str, Ruling]:
+    """A section and its fields; fields given as words share the section's ruling."""
+    if isinstance(children, str):
+        children = dict.fromkeys(children.split(), ruling)
+    return {name: ruling} | {f"{name}.{child}": value for child, value in children.items()}
+
+
+_NO_RAY = "ranks are processes that Penstock starts itself"
+_NO_WAIT = "prompts are never held back to fill a step"
+_NO_MAMBA = "there is no recurrent state cache yet"
+_NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
+_NO_DP = ignored("attention data parallelism is not there yet; attention is tensor parallel", False)
+_NO_MOE = ignored("expert kernels are chosen automatically")
+_NO_SPECULATION = ignored("speculative decoding is not there yet; answers are the same without it")
+_NO_COMPILE = ignored("no model is run through torch.compile")
+_NO_LORA = "adapters are not there yet"
+_NO_TRANSFER = "prefill and decode in separate servers is not there yet"
+
+_MODEL = {
+    "model": SUPPORTED,
+    "tokenizer": SUPPORTED,
+    "tokenizer_mode": ignored("there is only the fast tokenizer", "auto"),
+    "custom_tokenizer": rejected("only tokenizer.json is read; name another folder by 'tokenizer'"),
+    "skip_tokenizer_init": SUPPORTED,
+    "trust_remote_code": ignored("code of a checkpoint is never run; models are built in", False),
+    "dtype": SUPPORTED,
+    "revision": SUPPORTED,
+    "tokenizer_revision": rejected("tokenizer and weights come from one 'revision'"),
+    "model_kwargs": SUPPORTED,
+    "load_format": SUPPORTED,
+    "checkpoint_format": rejected("only Hugging Face checkpoints are read", "HF"),
+    "checkpoint_loader": rejected(_NO_PYTHON_OBJECT),
+    **_section(
+        "mx_config",
+        ignored("weights are read from files, not from peers"),
+        "server_url server_query_timeout_s preshard_strategy",
+    ),
+    "force_dynamic_quantization": ignored("weights keep the format of the checkpoint", False),
+    "mm_encoder_only": rejected("there is no encoder-only server", False),
+    "encode_only": rejected("there is no embedding or reward mode", False),
+}
+
+_PARALLEL = {
+    "tensor_parallel_size": SUPPORTED,
+    "pipeline_parallel_size": ignored(
+        "layers are not split into stages yet; the tensor-parallel ranks hold the whole model", 1
+    ),
+    "context_parallel_size": ignored("a prompt is not split over GPUs yet", 1),
+    "gpus_per_node": ignored("the number of GPUs is found at start"),
+    "moe_tensor_parallel_size": ignored("experts follow tensor_parallel_size", 1, -1),
+    "moe_expert_parallel_size": ignored(
+        "experts are not spread over GPUs yet; they follow tensor_parallel_size", 1, -1
+    ),
+    "moe_cluster_parallel_size": ignored("experts follow tensor_parallel_size", 1, -1),
+    "enable_attention_dp": _NO_DP,
+    **_section(
+        "attention_dp_config",
+        ignored("attention data parallelism is not there yet"),
+        "enable_balance timeout_iters batching_wait_iters enable_kv_cache_aware_routing "
+        "kv_cache_routing_load_balance_weight kv_cache_routing_match_rate_threshold "
+        "kv_cache_routing_fair_share_multiplier kv_cache_routing_cold_start_warmup",
+    ),
+    "enable_lm_head_tp_in_adp": _NO_DP,
+    "pp_partition": ignored("layers are not split into stages yet"),
+    **_section(
+        "cp_config",
+        ignored("a prompt is not split over GPUs yet"),
+        "cp_type tokens_per_block use_nccl_for_alltoall fifo_version cp_anchor_size block_size",
+    ),
+    "allreduce_strategy": ignored("the reduction is chosen automatically", "AUTO"),
+    "dwdp_config": ignored("weights stay on the GPU that loaded them"),
+    "orchestrator_type": ignored(_NO_RAY),
+    "mpi_session": rejected(_NO_PYTHON_OBJECT),
+    "ray_worker_extension_cls": ignored(_NO_RAY),
+    "ray_placement_config": ignored(_NO_RAY),
+    "ray_worker_nsight_options": ignored(_NO_RAY),
+}
+
+_LIMITS = {
+    "max_batch_size": SUPPORTED,
+    "max_num_tokens": SUPPORTED,
+    "max_seq_len": SUPPORTED,
+    "max_input_len": ignored("a prompt may be as long as max_seq_len leaves room for"),
+    "max_beam_width": ignored("there is no beam search; requests that ask for it are refused", 1),
+}
+
+_RUNTIME = {
+    "enable_chunked_prefill": SUPPORTED,
+    **_section(
+        "scheduler_config",
+        SUPPORTED,
+        {
+            "capacity_scheduler_policy": Ruling(
+                Verdict.SUPPORTED,
+                dropped={"STATIC_BATCH": "batches always change from step to step"},
+            ),
+            "context_chunking_policy": ignored(
+                "prompts are cut first come first served", "FIRST_COME_FIRST_SERVED"
+            ),
+            "dynamic_batch_config": ignored("max_batch_size and max_num_tokens do not move"),
+            "waiting_queue_policy": SUPPORTED,
+            "use_python_scheduler": ignored("there is one scheduler", False, True),
+        },
+    ),
+    "disable_overlap_scheduler": SUPPORTED,
+    "stream_interval": SUPPORTED,
+    "num_postprocess_workers": ignored("the HTTP process turns tokens into text itself", 0),
+    "postprocess_tokenizer_dir": ignored("there are no post-processing workers"),
+    "batch_wait_timeout_ms": ignored(_NO_WAIT, 0),
+    "batch_wait_timeout_iters": ignored(_NO_WAIT, 0),
+    "batch_wait_max_tokens_ratio": ignored(_NO_WAIT, 0),
+    "reorder_policy_config": ignored("the order is set by scheduler_config.waiting_queue_policy"),
+    "enable_early_first_token_response": ignored("tokens are sent when their step ends", False),
+    "garbage_collection_gen0_threshold": ignored("the garbage collector is not adjustable"),
+    "env_overrides": ignored("set environment variables before starting"),
+    "enable_resource_governor": ignored("there is no governor endpoint", False),
+    "sleep_config": ignored("there is no sleep mode"),
+}
+
+_KERNELS = {
+    **_section(
+        "cuda_graph_config",
+        SUPPORTED,
+        dict.fromkeys(("batch_sizes", "max_batch_size", "enable_padding"), SUPPORTED),
+    ),
+    **_section(
+        "torch_compile_config",
+        _NO_COMPILE,
+        "enable_fullgraph enable_inductor enable_piecewise_cuda_graph capture_num_tokens "
+        "enable_userbuffers max_num_streams",
+    ),
+    "attn_backend": SUPPORTED,
+    **_section(
+        "moe_config",
+        _NO_MOE,
+        "backend max_num_tokens load_balancer disable_finalize_fusion "
+        "use_low_precision_moe_combine",
+    ),
+    **_section(
+        "moe_config.load_balancer",
+        _NO_MOE,
+        "num_slots initial_global_assignments layer_updates_per_iter",
+    ),
+    **_section(
+        "nvfp4_gemm_config", ignored("matrix kernels are chosen automatically"), "allowed_backends"
+    ),
+    "enable_autotuner": ignored("kernels are chosen automatically", True),
+    "enable_min_latency": ignored("kernels are chosen automatically", False),
+    "use_cute_dsl_*": ignored("kernels are chosen automatically", False),
+    "enable_layerwise_nvtx_marker": ignored("there are no profiler marks", False),
+    "layer_wise_benchmarks_config": ignored("layers are not timed one by one"),
+    **_section(
+        "sparse_attention_config", ignored("attention is dense, which is exact"), "algorithm"
+    ),
+}
+
+_NOT_YET_IN_CACHE = "the cache keeps the model's number format until it can be quantised"
+_CACHE = {
+    **_section(
+        "kv_cache_config",
+        SUPPORTED,
+        {
+            "enable_block_reuse": SUPPORTED,
+            "max_tokens": SUPPORTED,
+            "max_attention_window": ignored("windows are those of the model"),
+            "sink_token_length": ignored("sinks are those of the model"),
+            "free_gpu_memory_fraction": SUPPORTED,
+            "host_cache_size": ignored("blocks are not moved to host memory yet", 0),
+            "secondary_offload_min_priority": ignored("blocks are not moved to host memory yet"),
+            "cross_kv_cache_fraction": ignored("there are no encoder-decoder models"),
+            "event_buffer_max_size": ignored("block events are not published yet", 0),
+            "attention_dp_events_gather_period_ms": ignored(
+                "block events are not published yet", 5
+            ),
+            "enable_partial_reuse": SUPPORTED,
+            "copy_on_partial_reuse": ignored("a partly equal block is always copied", True),
+            "use_uvm": ignored("the cache is plain GPU memory", False),
+            "max_gpu_total_bytes": rejected(
+                "limit the cache by kv_cache_config.max_tokens or free_gpu_memory_fraction", 0
+            ),
+            "iteration_stats_interval": ignored("every step is counted", 1),
+            "dtype": Ruling(
+                Verdict.SUPPORTED, dropped=dict.fromkeys(("fp8", "nvfp4"), _NOT_YET_IN_CACHE)
+            ),
+            "mamba_ssm_cache_dtype": ignored(_NO_MAMBA, "auto"),
+            "mamba_ssm_stochastic_rounding": ignored(_NO_MAMBA, False),
+            "mamba_ssm_philox_rounds": ignored(_NO_MAMBA, 10),
+            "mamba_state_cache_interval": ignored(_NO_MAMBA, 256),
+            "tokens_per_block": SUPPORTED,
+            "use_kv_cache_manager_v2": ignored("there is one cache manager", False, True),
+            "max_util_for_resume": ignored("a stopped request resumes when it fits", 0.95),
+            "onboard_blocks": ignored("blocks are not moved to host memory yet", False),
+        },
+    ),
+    **_section(
+        "kv_connector_config",
+        ignored("the cache is not shared with other servers yet"),
+        "connector connector_module connector_scheduler_class connector_worker_class server_url",
+    ),
+    **_section(
+        "cache_transceiver_config",
+        rejected(_NO_TRANSFER),
+        "backend transceiver_runtime max_tokens_in_buffer kv_transfer_timeout_ms "
+        "kv_transfer_sender_future_timeout_ms",
+    ),
+    "enable_lora": rejected(_NO_LORA, False),
+    **_section(
+        "lora_config",
+        rejected(_NO_LORA),
+        "lora_dir lora_ckpt_source max_lora_rank lora_target_modules trtllm_modules_to_hf_modules "
+        "max_loras max_cpu_loras swap_gate_up_proj_lora_b_weight",
+    ),
+    "peft_cache_config": rejected(_NO_LORA),
+}
+
+_OUTPUT = {
+    "sampler_type": ignored("there is one sampler", "auto", "TorchSampler"),
+    "disable_flashinfer_sampling": ignored("there is one sampler", False, True),
+    "sampler_force_async_worker": ignored("there is one sampler", False),
+    "enable_speculative_beam_history_d2h": ignored("there is no beam search", False),
+    "enable_mixed_sampler": ignored("requests with different sampling always share a step", True),
+    "enable_trtllm_sampler": ignored("there is one sampler", False),
+    "guided_decoding_backend": ignored(
+        "guided decoding is not there yet; requests that ask for a response format are refused"
+    ),
+    "batched_logits_processor": rejected(_NO_PYTHON_OBJECT),
+    "gather_generation_logits": ignored("logits stay on the device; ask for logprobs", False),
+    "reasoning_parser": ignored("thinking text stays part of the answer"),
+    **_section(
+        "speculative_config",
+        _NO_SPECULATION,
+        "decoding_type max_draft_len max_total_draft_tokens speculative_model max_concurrency "
+        "draft_len_schedule load_format acceptance_window acceptance_length_threshold "
+        "allow_advanced_sampling use_rejection_sampling use_relaxed_acceptance_for_thinking "
+        "relaxed_topk relaxed_delta use_mtp_vanilla mtp_eagle_one_model "
+        "begin_thinking_phase_token end_thinking_phase_token sa_config eagle3_one_model "
+        "eagle3_layers_to_capture eagle3_model_arch use_dynamic_tree dynamic_tree_max_topK "
+        "eagle_choices greedy_sampling posterior_threshold max_matching_ngram_size is_keep_all "
+        "is_use_oldest is_public_pool enable_global_pool global_pool_size mask_token_id "
+        "target_layer_ids output_directory write_interval file_prefix",
+    ),
+    **_section("speculative_config.sa_config", _NO_SPECULATION, "threshold enable_global_pool"),
+}
+
+_STATISTICS = {
+    "print_iter_log": ignored("steps are counted, not logged; read GET /metrics", False),
+    "enable_iter_perf_stats": SUPPORTED,
+    "enable_iter_req_stats": ignored("step records hold no list of requests", False),
+    "iter_stats_max_iterations": ignored("use max_stats_len"),
+    "request_stats_max_iterations": ignored("use max_stats_len"),
+    "max_stats_len": SUPPORTED,
+    "return_perf_metrics": SUPPORTED,
+    "perf_metrics_max_requests": ignored("use max_stats_len", 0),
+    "prometheus_metrics_config": ignored("histogram buckets are fixed"),
+    "enable_energy_metrics": ignored("energy is not measured", False),
+    "otlp_traces_endpoint": ignored("there is no tracing yet"),
+    "telemetry_config": ignored("no usage is reported to anybody"),
+}
+
+FIELDS: dict[str, Ruling] = (
+    _MODEL | _PARALLEL | _LIMITS | _RUNTIME | _KERNELS | _CACHE | _OUTPUT | _STATISTICS
+)
+
+# Other spellings: old names, names that documentation uses, and the short names of the flags.
+ALIASES = {
+    "attention_backend": "attn_backend",
+    "hf_revision": "revision",
+    "kv_cache_dtype": "kv_cache_config.dtype",
+    "cuda_graph_config.padding_enabled": "cuda_graph_config.enable_padding",
+    "speculative_config.num_nextn_predict_layers": "speculative_config.max_draft_len",
+    "speculative_config.speculative_model_dir": "speculative_config.speculative_model",
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "cp_size": "context_parallel_size",
+    "ep_size": "moe_expert_parallel_size",
+}
+
+_SECTIONS = {path.rpartition(".")[0] for path in FIELDS if "." in path}
+_OPEN = {"sparse_attention_config"}  # its fields differ by algorithm; only that one is listed
+
+
+def ruling_of(path: str) -> Ruling | None:
+    """None: TensorRT-LLM has no such field (it may still be one of ours)."""
+    if path in FIELDS:
+        return FIELDS[path]
+    for pattern, ruling in FIELDS.items():
+        if pattern.endswith("*") and path.startswith(pattern[:-1]):
+            return ruling
+    return None
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """values[a][b][c] = value for the path a.b.c, making sections on the way."""
+    *sections, name = path.split(".")
+    for section in sections:
+        if not isinstance(values.get(section), dict):
+            values[section] = {}
+        values = values[section]
+    values[name] = value
+
+
+def canonical(values: object) -> dict[str, Any]:
+    """The same settings with every alias replaced by its field."""
+    result: dict[str, Any] = {}
+    given: dict[str, tuple[str, Any]] = {}
+    for path, value in _leaves(values):
+        target = ALIASES.get(path, path)
+        other, other_value = given.setdefault(target, (path, value))
+        if value != other_value:
+            raise ConfigError(
+                f"'{other}' and '{path}' name the same setting; give only one of them"
+            )
+        put(result, target, value)
+    return result
+
+
+def _leaves(values: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(values, Mapping):
+        where = prefix.rstrip(".") or "the configuration"
+        raise ConfigError(f"{where} must be a mapping of names to values")
+    for name, value in values.items():
+        if not isinstance(name, str) or not name or "." in name:
+            raise ConfigError(
+                f"{name!r} is not a field name" + (f" of {prefix[:-1]}" if prefix else "")
+            )
+        path = prefix + name
+        if path in _SECTIONS and isinstance(value, Mapping) and value:
+            yield from _leaves(value, path + ".")
+        else:
+            yield path, value
+
+
+def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+    """What the schema has to check, and one line for each thing that will not happen."""
+    kept: dict[str, Any] = {}
+    warnings: list[str] = []
+    for name, value in values.items():
+        path = prefix + name
+        ruling = ruling_of(path)
+        if ruling is None:
+            kept[name] = value
+        elif ruling.verdict is Verdict.SUPPORTED:
+            if path in _SECTIONS and isinstance(value, Mapping):
+                kept[name], lines = translate(value, path + ".")
+                warnings += lines
+            elif isinstance(value, str) and value in ruling.dropped:
+                warnings.append(f"{path}: {value} is ignored: {ruling.dropped[value]}")
+            else:
+                kept[name] = value
+        elif value is None or value in ruling.neutral:
+            continue
+        elif ruling.verdict is Verdict.REJECTED:
+            raise ConfigError(f"{path} cannot be used: {ruling.reason}")
+        else:
+            _refuse_unknown_inside(path, value)
+            warnings.append(f"{path} is ignored: {ruling.reason}")
+    return kept, warnings
+
+
+def _refuse_unknown_inside(section: str, value: object) -> None:
+    """A typo in an ignored section is still a typo."""
+    if section not in _SECTIONS or not isinstance(value, Mapping) or section in _OPEN:
+        return
+    for name, inner in value.items():
+        path = f"{section}.{name}"
+        if ruling_of(path) is None:
+            raise ConfigError(unknown(path))
+        _refuse_unknown_inside(path, inner)
+
+
+def unknown(path: str, own_names: Iterable[str] = ()) -> str:
+    """The complaint about a name nobody knows, with the name that was probably meant."""
+    section, _, name = path.rpartition(".")
+    known = {*FIELDS, *ALIASES, *own_names}
+    homes = sorted(other for other in known if other.rpartition(".")[2] == name)
+    siblings = {other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section}
+    near = homes or difflib.get_close_matches(name, sorted(siblings), n=1)
+    where = f" in {section}" if section else ""
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return f"unknown field '{name}'{where}{hint}"

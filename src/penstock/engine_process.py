@@ -1,0 +1,324 @@
+"""The engine process: builds executor, scheduler, loop and channel, runs, reports failure.
+
+The only file that knows both `core` and `runtime`. Started as `python -m penstock.engine_process` with
+a task on stdin; leaves when its parent closes that pipe.
+"""
+
+import gc
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock import log
+from penstock.config.resolve import resolve
+from penstock.config.run import RunConfig
+from penstock.config.schema import EngineConfig
+from penstock.core.gates import LeaderGate
+from penstock.core.kv.groups import FullGroup
+from penstock.core.kv.manager import KVManager
+from penstock.core.loop import EngineLoop
+from penstock.core.scheduler import Scheduler
+from penstock.errors import BackendError, PenstockError
+from penstock.ipc import channel
+from penstock.ipc.messages import (
+    PROTOCOL_VERSION,
+    Deltas,
+    EngineInfo,
+    Fatal,
+    FromRank,
+    Hello,
+    Message,
+    RankBlocks,
+    RankFailed,
+    RankReady,
+    Ready,
+    Stop,
+    ToEngine,
+)
+from penstock.ipc.process import Child, on_parent_exit, read_task
+from penstock.kernels.device import probe
+from penstock.models.spec import parse_model_spec
+from penstock.parallel.mesh import RankMesh
+from penstock.runtime.build import LoadedRank, Timeline, finish_rank, load_rank, rank_device
+from penstock.runtime.executor import RankExecutor
+from penstock.runtime.memory import longest_sequence
+from penstock.runtime.model_runner import ModelRunner
+from penstock.runtime.worker import WorkerTask
+from penstock.types.model_spec import ModelSpec
+from penstock.types.request import client_of
+from penstock.types.stats import EngineCounters, IterationStats
+from penstock.types.step import StepPlan
+from penstock.hub.folder import local_folder
+
+_log = log.get(__name__)
+_EXIT_GRACE_S = 15.0
+
+
+class Mailbox:
+    """The engine's mail: greets front ends itself, hands requests to the loop, sends to each its own."""
+
+    def __init__(self, address: str) -> None:
+        self._receiver = channel.Receiver(address, ToEngine)
+        self._clients: dict[int, channel.Sender] = {}
+        self._info: EngineInfo | None = None
+
+    def open(self, info: EngineInfo) -> None:
+        """The engine is built: tell whoever has asked, and whoever will."""
+        self._info = info
+        self.broadcast(Ready(info=info))
+
+    def receive(self, timeout_ms: int) -> Message | None:
+        message = self._receiver.receive(timeout_ms)
+        while isinstance(message, Hello):
+            self._greet(message)
+            message = self._receiver.receive(0)
+        return message  # type: ignore[no-any-return]
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            _log.error("front end speaks protocol %d, not %d", hello.version, PROTOCOL_VERSION)
+            return
+        self._clients[hello.client_id] = channel.Sender(hello.address)
+        if self._info is not None:
+            self.send(hello.client_id, Ready(info=self._info))
+
+    def send(self, client_id: int, message: Message) -> None:
+        client = self._clients.get(client_id)
+        if client is None:
+            return
+        try:
+            client.send(message)
+        except channel.ChannelFull:
+            _log.error("front end %d has stopped reading and is dropped", client_id)
+            self._clients.pop(client_id).close()
+
+    def broadcast(self, message: Message) -> None:
+        for client_id in list(self._clients):
+            self.send(client_id, message)
+
+
+class RankGroup:
+    """The further ranks of this engine, as rank 0 sees them."""
+
+    def __init__(self, config: RunConfig, spec: ModelSpec, log_level: str | None) -> None:
+        folder = channel.private_folder()
+        self._folder = folder
+        self._inbox = channel.Receiver(channel.address(folder, "rank0"), FromRank)
+        self.meeting_point = f"127.0.0.1:{_free_port()}"
+        self.senders: list[channel.Sender] = []
+        self._children: list[Child] = []
+        self.death: str | None = None
+        for rank in range(1, config.tp_size):
+            address = channel.address(folder, f"rank{rank}")
+            task = WorkerTask(
+                rank=rank,
+                config=config,
+                spec=spec,
+                meeting_point=self.meeting_point,
+                address=address,
+                rank0_address=self._inbox.address,
+                log_level=log_level,
+            )
+            self._children.append(
+                Child(
+                    "penstock.runtime.worker",
+                    msgspec.to_builtins(task),
+                    f"rank {rank}",
+                    on_exit=partial(self._on_exit, rank),
+                )
+            )
+            self.senders.append(channel.Sender(address))
+
+    def _on_exit(self, rank: int, code: int) -> None:
+        # A rank is gone in the middle of collectives: rank 0 may hang in one, so it cannot say goodbye.
+        self.death = f"rank {rank} ended with code {code}"
+        _log.critical("%s; the engine cannot go on", self.death)
+        os._exit(1)
+
+    def agree(self, num_blocks: int) -> tuple[int, list[int]]:
+        """The number of cache blocks every rank can hold, and the bytes of weights each holds."""
+        weights = [0] * len(self._children)
+        for _ in self._children:
+            match self._inbox.receive(timeout_ms=-1):
+                case RankReady(rank=rank, num_blocks=theirs, weight_bytes=weight_bytes):
+                    num_blocks = min(num_blocks, theirs)
+                    weights[rank - 1] = weight_bytes
+                case RankFailed(rank=rank, message=message):
+                    raise BackendError(f"rank {rank}: {message}")
+        for sender in self.senders:
+            sender.send(RankBlocks(num_blocks=num_blocks))
+        return num_blocks, weights
+
+    def stop(self) -> None:
+        for sender in self.senders:
+            sender.send(Stop())
+        for child in self._children:
+            child.stop()
+
+
+class Engine:
+    """Everything of one engine process, built in order; `run` returns when the parent says so."""
+
+    def __init__(self, config: EngineConfig, mailbox: Mailbox, timeline: Timeline) -> None:
+        self._mailbox = mailbox
+        with timeline.phase("find model"):
+            folder = local_folder(config.model, config.revision)
+            self.spec = parse_model_spec(folder, config.model_kwargs)
+            self.config = resolve(config, self.spec, probe(), str(folder))
+        self._ranks = RankGroup(self.config, self.spec, config.log_level)
+        with timeline.phase("meet ranks"):
+            mesh = RankMesh.create(
+                0, self.config.tp_size, self._ranks.meeting_point, rank_device(self.config, 0)
+            )
+        loaded = load_rank(self.config, self.spec, mesh, timeline)
+        num_blocks, weights = self._ranks.agree(loaded.memory.num_blocks)
+        runner = finish_rank(loaded, self.config, self.spec, num_blocks, timeline)
+        self._wire(loaded, runner, num_blocks)
+        mailbox.open(
+            self._info(loaded, num_blocks, [loaded.memory.weights, *weights], timeline)
+        )
+
+    def _wire(self, loaded: LoadedRank, runner: ModelRunner, num_blocks: int) -> None:
+        config, counters = self.config, EngineCounters()
+        group = FullGroup(
+            num_blocks, config.tokens_per_block, config.block_reuse, config.partial_reuse
+        )
+        self.scheduler = Scheduler(config, [KVManager([group])], counters)
+        self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
+
+        def describe(plan: StepPlan, started: float) -> IterationStats:
+            counters.graph_replays = runner.num_graph_replays
+            return describe_step(plan, counters, config, time.monotonic() - started)
+
+        self.loop = EngineLoop(
+            self.scheduler,
+            RankExecutor(runner, self._ranks.senders),
+            self._mailbox,
+            self._mailbox,
+            counters,
+            config.depth,
+            time.monotonic,
+            describe,
+        )
+
+    def _info(
+        self, loaded: LoadedRank, num_blocks: int, weights: list[int], timeline: Timeline
+    ) -> EngineInfo:
+        config = self.config
+        max_seq_len = longest_sequence(config, num_blocks)
+        choices = [(c.name, c.value, c.reason) for c in config.choices]
+        if max_seq_len < config.max_seq_len:
+            reason = f"the cache holds {max_seq_len} tokens, fewer than {config.max_seq_len} asked"
+            choices.append(("max_seq_len", str(max_seq_len), reason))
+            _log.warning("max_seq_len is %d: %s", max_seq_len, reason)
+        settings = {k: v for k, v in asdict(config).items() if k != "choices"}
+        return EngineInfo(
+            max_seq_len=max_seq_len,
+            max_num_tokens=config.max_num_tokens,
+            max_batch_size=config.max_batch_size,
+            max_queued=config.max_queued,
+            chunked_prefill=config.chunked_prefill,
+            vocab_size=self.spec.vocab_size,
+            total_blocks=num_blocks,
+            tokens_per_block=config.tokens_per_block,
+            eos_token_ids=self.spec.eos_token_ids,
+            device=probe().name,
+            config=settings | {"max_seq_len": max_seq_len},
+            choices=tuple(choices),
+            memory=loaded.memory.as_dict() | {"kv_cache_bytes": num_blocks * loaded.memory.block},
+            rank_weight_bytes=tuple(weights),
+            timeline=tuple(timeline.phases),
+        )
+
+    def run(self) -> None:
+        """Serve until stopped. Whatever ends the loop, every open request gets its last event."""
+        try:
+            self.loop.run()
+        except Exception as error:
+            _log.exception("the engine loop failed")
+            self._say_goodbye(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+        self._say_goodbye("the engine is shutting down")
+        self._ranks.stop()
+
+    def _say_goodbye(self, message: str) -> None:
+        for delta in self.scheduler.fail_all(message):
+            self._mailbox.send(client_of(delta.request_id), Deltas(deltas=(delta,)))
+        self._mailbox.broadcast(Fatal(message=message))
+
+
+def describe_step(
+    plan: StepPlan, counters: EngineCounters, config: RunConfig, seconds: float
+) -> IterationStats:
+    num_context = plan.num_entries - plan.num_decodes
+    num_reused = sum(join.num_cached // config.tokens_per_block for join in plan.joins)
+    return IterationStats(
+        iter=plan.step_id,
+        timestamp=time.time(),
+        latency_ms=seconds * 1e3,
+        num_active=counters.running,
+        num_queued=counters.waiting,
+        num_scheduled=plan.num_entries,
+        num_context=num_context,
+        num_generation=plan.num_decodes,
+        num_context_tokens=int(plan.num_tokens[plan.num_decodes :].sum()),
+        used_blocks=counters.used_blocks,
+        free_blocks=counters.total_blocks - counters.used_blocks,
+        max_blocks=counters.total_blocks,
+        tokens_per_block=config.tokens_per_block,
+        new_blocks=len(plan.growth.rows) - num_reused,
+        reused_blocks=num_reused,
+        missed_blocks=len(plan.growth.rows) - num_reused,
+        gpu_mem_bytes=0,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        return int(probe_socket.getsockname()[1])
+
+
+def main() -> None:
+    started = time.perf_counter()
+    task: dict[str, Any] = read_task()
+    config = EngineConfig.model_validate(task["config"])
+    log.setup("engine", config.log_level)
+    timeline = Timeline()
+    timeline.phases.append(("start process", time.perf_counter() - started))
+    mailbox = Mailbox(task["address"])
+    stopping = threading.Event()
+    engine: Engine | None = None
+
+    def leave() -> None:
+        stopping.set()
+        if engine is not None:
+            engine.loop.stop()
+        time.sleep(_EXIT_GRACE_S)
+        os._exit(1)  # stuck in a step: the parent is gone or has lost its patience
+
+    on_parent_exit(leave)
+    try:
+        engine = Engine(config, mailbox, timeline)
+    except Exception as error:
+        if not isinstance(error, PenstockError):
+            _log.exception("the engine did not start")
+        mailbox.receive(timeout_ms=2000)
+        mailbox.broadcast(Fatal(message=str(error) or type(error).__name__))
+        sys.exit(1)
+    gc.collect()
+    gc.freeze()
+    if not stopping.is_set():
+        engine.run()
+
+
+if __name__ == "__main__":
+    main()

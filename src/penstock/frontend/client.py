@@ -1,0 +1,248 @@
+"""`EngineClient`: requests down to the engine(s), token deltas up, one terminal delta per request.
+
+Routes each submit to the live engine with the fewest open requests. Whatever happens to an engine,
+every request it held ends: with what the engine said, or with `FinishReason.ERROR`. Knows no text.
+Everything here runs in one event loop; only `engine_died` may be called from other threads.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+
+from penstock import log
+from penstock.errors import BackendError, CapacityError, WorkerDied
+from penstock.ipc.channel import AsyncReceiver, ChannelFull, Sender, address
+from penstock.ipc.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Deltas,
+    EngineInfo,
+    Fatal,
+    Hello,
+    Ready,
+    Stats,
+    Submit,
+    ToClient,
+)
+from penstock.types.outputs import TokenDelta
+from penstock.types.request import FinishReason, Request, request_id
+from penstock.types.stats import EngineCounters, IterationStats
+
+_log = log.get(__name__)
+
+# A busy engine reports several times a second. A step may still compile a kernel for a while.
+SILENCE_LIMIT_S = 60.0
+# A dying engine's last messages are still on their way when its process has ended.
+_LAST_WORDS_S = 0.3
+
+Sink = Callable[[TokenDelta], None]
+
+
+class _Link:
+    """One engine as the client sees it."""
+
+    def __init__(self, engine: str, own: str, max_stats_len: int, loop: asyncio.AbstractEventLoop):
+        self.sender = Sender(engine)
+        self.receiver = AsyncReceiver(own, ToClient)
+        self.ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self.sinks: dict[int, Sink] = {}  # of every open request
+        self.counters = EngineCounters()
+        self.iterations: deque[IterationStats] = deque(maxlen=max_stats_len)
+        self.last_heard = 0.0
+        self.failure: str | None = None
+        self.listener: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.failure is None and self.ready.done() and not self.ready.cancelled()
+
+    def deliver(self, delta: TokenDelta) -> None:
+        """To its sink; news of a request that has already ended is dropped."""
+        if delta.finish is None:
+            sink = self.sinks.get(delta.request_id)
+        else:
+            sink = self.sinks.pop(delta.request_id, None)
+        if sink is not None:
+            sink(delta)
+
+    def end(self, ids: Iterable[int], finish: FinishReason, error: str | None = None) -> None:
+        for one in ids:
+            self.deliver(TokenDelta(request_id=one, finish=finish, error=error))
+
+    def fail(self, message: str, error_type: type[BackendError]) -> None:
+        """End everything, once; the first reason is the one that counts."""
+        if self.failure is not None:
+            return
+        self.failure = message
+        if not self.ready.done():
+            self.ready.set_exception(error_type(message))
+        self.end(list(self.sinks), FinishReason.ERROR, message)
+
+
+class EngineClient:
+    """Must be made inside the running event loop it will be used in."""
+
+    def __init__(
+        self,
+        engines: Sequence[str],
+        socket_folder: str,
+        *,
+        client_id: int = 1,
+        max_stats_len: int = 1000,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._client_id = client_id
+        self._serial = itertools.count()
+        self._silence_limit_s = silence_limit_s
+        self._clock = clock
+        self._links = [
+            _Link(engine, address(socket_folder, "client"), max_stats_len, self._loop)
+            for engine in engines
+        ]
+
+    async def start(self) -> EngineInfo:
+        """Introduce ourselves and wait until every engine is built, however long that takes."""
+        for link in self._links:
+            link.listener = self._loop.create_task(self._listen(link))
+            link.sender.send(
+                Hello(
+                    version=PROTOCOL_VERSION,
+                    client_id=self._client_id,
+                    address=link.receiver.address,
+                )
+            )
+        await asyncio.gather(*(asyncio.shield(link.ready) for link in self._links))
+        return self.info
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engines are; all are alike."""
+        return self._links[0].ready.result()
+
+    @property
+    def num_open(self) -> int:
+        return sum(len(link.sinks) for link in self._links)
+
+    @property
+    def counters(self) -> EngineCounters:
+        """The engines' latest counters, added up."""
+        if len(self._links) == 1:
+            return self._links[0].counters
+        return EngineCounters(
+            **{
+                field.name: sum(getattr(link.counters, field.name) for link in self._links)
+                for field in fields(EngineCounters)
+            }
+        )
+
+    def drain_iterations(self) -> list[IterationStats]:
+        """Iterations since the last call; the oldest are lost beyond `max_stats_len`."""
+        drained = [stats for link in self._links for stats in link.iterations]
+        for link in self._links:
+            link.iterations.clear()
+        return drained
+
+    def is_healthy(self) -> bool:
+        """Every engine is up, and idle or heard from lately."""
+        now = self._clock()
+        return all(
+            link.is_up and (not link.sinks or now - link.last_heard < self._silence_limit_s)
+            for link in self._links
+        )
+
+    def new_id(self) -> int:
+        return request_id(self._client_id, next(self._serial))
+
+    def submit(self, requests: Sequence[Request], sink: Sink) -> None:
+        """Send requests that belong together (samples of one prompt) to one engine.
+
+        `sink` is called in the loop with each of their deltas as it arrives, and must not raise.
+        """
+        link = self._pick(len(requests))
+        link.sender.send(Submit(requests=tuple(requests)))
+        if not link.sinks:
+            link.last_heard = self._clock()  # an idle engine need not have said anything
+        for request in requests:
+            link.sinks[request.id] = sink
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """End these requests now; unknown and ended ones are ignored."""
+        wanted = set(ids)
+        for link in self._links:
+            mine = wanted & link.sinks.keys()
+            if not mine:
+                continue
+            link.end(mine, FinishReason.ABORT)
+            try:
+                link.sender.send(Abort(request_ids=tuple(mine)))
+            except ChannelFull as error:
+                _log.warning("abort of %d requests: %s", len(mine), error)
+
+    def engine_died(self, index: int, message: str) -> None:
+        """From any thread: engine `index` has ended by itself."""
+        link = self._links[index]
+
+        def fail_after_last_words() -> None:
+            self._loop.call_later(_LAST_WORDS_S, link.fail, message, WorkerDied)
+
+        try:
+            self._loop.call_soon_threadsafe(fail_after_last_words)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            _log.warning("%s", message)
+
+    async def close(self) -> None:
+        """End every open request and let go of the sockets."""
+        for link in self._links:
+            link.fail("the engine is being shut down", WorkerDied)
+            if not link.ready.cancelled():
+                link.ready.exception()  # start() may have been cancelled before it looked
+            if link.listener is not None:
+                link.listener.cancel()
+        listeners = [link.listener for link in self._links if link.listener is not None]
+        await asyncio.gather(*listeners, return_exceptions=True)
+        for link in self._links:
+            link.sender.close()
+            link.receiver.close()
+
+    def _pick(self, num_requests: int) -> _Link:
+        up = [link for link in self._links if link.is_up]
+        if not up:
+            raise WorkerDied(self._links[0].failure or "the engine is not ready yet")
+        link = min(up, key=lambda link: len(link.sinks))
+        max_queued = link.ready.result().max_queued
+        if len(link.sinks) + num_requests > max_queued:
+            raise CapacityError(
+                f"{len(link.sinks)} requests are open and at most {max_queued} may be; try again "
+                "later or raise max_queued_requests"
+            )
+        return link
+
+    async def _listen(self, link: _Link) -> None:
+        try:
+            while True:
+                self._handle(link, await link.receiver.receive())
+                # A waiting message is returned without a pause; let those who were woken run first.
+                await asyncio.sleep(0)
+        except Exception as error:
+            _log.exception("the engine's messages cannot be read")
+            link.fail(f"the engine's messages cannot be read: {error}", BackendError)
+
+    def _handle(self, link: _Link, message: Ready | Deltas | Stats | Fatal) -> None:
+        link.last_heard = self._clock()
+        match message:
+            case Deltas(deltas=deltas):
+                for delta in deltas:
+                    link.deliver(delta)
+            case Stats(counters=counters, iterations=iterations):
+                link.counters = counters
+                link.iterations.extend(iterations)
+            case Ready(info=info):
+                if not link.ready.done():
+                    link.ready.set_result(info)
+            case Fatal(message=reason):
+                link.fail(reason, BackendError)

@@ -1,0 +1,131 @@
+"""Checks one prompt against what the running engine can do: `Request`s, or a `RequestError`.
+
+Knows ids and numbers. Does not know text (see `pipeline`) and does not talk to the engine.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from penstock.errors import RequestError
+from penstock.ipc.messages import EngineInfo
+from penstock.types.request import GenerateInput, Request
+from penstock.types.sampling import SamplingParams
+
+MAX_STOP_STRING_CHARS = 1024
+
+
+def make_requests(
+    ask: GenerateInput,
+    prompt_ids: Sequence[int],
+    info: EngineInfo,
+    eos_ids: Sequence[int],
+    new_id: Callable[[], int],
+) -> list[Request]:
+    """One request per sample; samples after the first wait for its prefix (`leader`)."""
+    sampling = ask.sampling
+    _check_sampling(sampling, info)
+    kept_ids = _truncated(prompt_ids, ask.truncate_prompt_tokens)
+    _check_prompt(kept_ids, info)
+    room = info.max_seq_len - len(kept_ids)
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    eos_of_all = () if sampling.ignore_eos else (*info.eos_token_ids, *eos_ids)
+    first = Request(
+        id=new_id(),
+        prompt_ids=kept_ids,
+        sampling=_of_sample(sampling, 0),
+        max_tokens=max_tokens,
+        stop_ids=tuple(dict.fromkeys((*eos_of_all, *sampling.stop_token_ids))),
+        priority=ask.priority,
+        cache_keys=() if ask.cache_salt is None else (ask.cache_salt,),
+    )
+    return [first] + [
+        replace(first, id=new_id(), sampling=_of_sample(sampling, i), leader=first.id)
+        for i in range(1, sampling.num_samples)
+    ]
+
+
+def _of_sample(sampling: SamplingParams, index: int) -> SamplingParams:
+    """What the engine needs of sample `index`; stop strings and counts stay in the front end."""
+    ranks_samples = sampling.num_samples > sampling.n
+    return replace(
+        sampling,
+        n=1,
+        best_of=None,
+        stop=(),
+        seed=None if sampling.seed is None else _wrapped(sampling.seed + index),
+        logprobs=0 if ranks_samples and sampling.logprobs is None else sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,
+    )
+
+
+def _wrapped(seed: int) -> int:
+    """Within signed 64 bits, so that the largest seed has a successor."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _truncated(ids: Sequence[int], num_kept: int | None) -> tuple[int, ...]:
+    if num_kept is None:
+        return tuple(ids)
+    if num_kept < 1:
+        raise RequestError(
+            "invalid_value",
+            f"truncate_prompt_tokens is {num_kept}, it must be at least 1",
+            "truncate_prompt_tokens",
+        )
+    return tuple(ids[-num_kept:])
+
+
+def _check_prompt(ids: tuple[int, ...], info: EngineInfo) -> None:
+    if not ids:
+        raise RequestError(
+            "invalid_value", "the prompt is empty; send at least one token", "prompt"
+        )
+    _check_ids("prompt", ids, info.vocab_size)
+    if len(ids) >= info.max_seq_len:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {len(ids)} tokens; with one token of output at most "
+            f"{info.max_seq_len - 1} fit in max_seq_len {info.max_seq_len}; shorten the prompt, "
+            "set truncate_prompt_tokens or raise max_seq_len",
+            "prompt",
+        )
+    if len(ids) > info.max_num_tokens and not info.chunked_prefill:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {len(ids)} tokens, one step computes at most max_num_tokens "
+            f"{info.max_num_tokens}; shorten the prompt, raise max_num_tokens or set "
+            "enable_chunked_prefill: true",
+            "prompt",
+        )
+
+
+def _check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
+    _check_ids("logit_bias", sampling.logit_bias, info.vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    for text in sampling.stop:
+        if len(text) > MAX_STOP_STRING_CHARS:
+            raise RequestError(
+                "invalid_value",
+                f"a stop string has {len(text)} characters, at most {MAX_STOP_STRING_CHARS} are "
+                "searched for",
+                "stop",
+            )
+    if sampling.num_samples > info.max_queued:
+        raise RequestError(
+            "invalid_value",
+            f"{sampling.num_samples} samples asked, at most {info.max_queued} requests may be "
+            "open; ask for fewer or raise max_queued_requests",
+            "n" if sampling.best_of is None else "best_of",
+        )
+
+
+def _check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    if not ids:
+        return
+    for token_id in (min(ids), max(ids)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                "invalid_value",
+                f"{name} holds token id {token_id}, the vocabulary is 0..{vocab_size - 1}",
+                name,
+            )

@@ -1,0 +1,117 @@
+"""Token deltas of one sample -> its text deltas: detokenise, find stop strings, coalesce.
+
+Pure: no queue, no event loop, no engine.
+"""
+
+from penstock.text.detokenizer import Detokenizer
+from penstock.text.stop_strings import StopStrings
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.outputs import TextDelta, TokenDelta, TokenLogprob
+from penstock.types.request import FinishReason
+from penstock.types.sampling import SamplingParams
+
+
+class Sample:
+    """Sends its first token, every `interval`-th and its finish; with None only its finish."""
+
+    def __init__(
+        self,
+        index: int,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer | None,
+        interval: int | None,
+    ) -> None:
+        self.is_done = False
+        self._index = index
+        self._sampling = sampling
+        self._interval = interval
+        self._detokenizer: Detokenizer | None = None
+        self._stops: StopStrings | None = None
+        if tokenizer is not None and (sampling.detokenize or sampling.stop):
+            self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
+        if sampling.stop:
+            self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        self._num_tokens = 0
+        self._num_sent = 0
+        # what is not sent yet; text only with stop strings, else it is made from the ids when sent
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._num_cached = 0
+
+    def push(self, delta: TokenDelta) -> TextDelta | None:
+        """What to send now, if anything."""
+        assert not self.is_done, delta.request_id
+        ids = delta.token_ids
+        if delta.stop_id is not None and ids[-1:] == (delta.stop_id,):
+            ids = ids[:-1]  # it ends the output and is not part of it
+        found = None
+        if self._stops is not None:
+            ids = self._search(ids, self._stops, is_last=delta.finish is not None)
+            found = self._stops.found
+        else:
+            self._num_tokens += len(ids)
+        self._ids += ids
+        self._logprobs += delta.logprobs[: len(ids)]
+        self._prompt_logprobs += delta.prompt_logprobs
+        self._num_cached = self._num_cached or delta.num_cached_tokens
+        if found is not None:
+            return self._send(FinishReason.STOP, found)
+        if delta.finish is not None:
+            is_asked = delta.stop_id in self._sampling.stop_token_ids
+            return self._send(delta.finish, delta.stop_id if is_asked else None, delta.error)
+        return self._send(None) if self._is_due() else None
+
+    def _search(self, ids: tuple[int, ...], stops: StopStrings, is_last: bool) -> tuple[int, ...]:
+        """Add the tokens' text; returns those up to the one that completes a stop string."""
+        assert self._detokenizer is not None
+        for num_kept, token_id in enumerate(ids, start=1):
+            text = self._detokenizer.push((token_id,))
+            self._num_tokens += 1
+            may_stop = self._num_tokens > self._sampling.min_tokens
+            self._text.append(stops.push(text) if may_stop else text)
+            if stops.found is not None:
+                return ids[:num_kept]
+        if is_last:
+            self._text.append(stops.push(self._detokenizer.finish()))
+            self._text.append(stops.finish())
+        return ids
+
+    def _is_due(self) -> bool:
+        if self._interval is None or self._num_tokens == self._num_sent:
+            return False
+        is_first = self._num_sent == 0
+        return is_first or self._num_tokens // self._interval > self._num_sent // self._interval
+
+    def _send(
+        self,
+        finish: FinishReason | None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> TextDelta:
+        sent = TextDelta(
+            index=self._index,
+            text=self._take_text(is_last=finish is not None) if self._sampling.detokenize else "",
+            token_ids=tuple(self._ids),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+            num_cached_tokens=self._num_cached,
+            finish=finish,
+            stop_reason=stop_reason,
+            error=error,
+        )
+        self.is_done = finish is not None
+        self._num_sent = self._num_tokens
+        self._num_cached = 0
+        for pending in (self._text, self._ids, self._logprobs, self._prompt_logprobs):
+            pending.clear()
+        return sent
+
+    def _take_text(self, is_last: bool) -> str:
+        if self._stops is not None:
+            return "".join(self._text)
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.push(self._ids)
+        return text + self._detokenizer.finish() if is_last else text

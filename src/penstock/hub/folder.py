@@ -1,0 +1,98 @@
+"""Model name or path -> local folder. Downloads only the files that are read. Needs no torch."""
+
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from penstock import __version__
+from penstock.errors import ConfigError
+from penstock.hub.tiny import write_tiny_model
+
+TINY = "tiny"  # the built-in model: made on the spot, so that the server runs without a download
+
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+_UNWANTED = ("*/*", "consolidated*")  # other layouts of the same weights
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def local_folder(model: str, revision: str | None = None) -> Path:
+    """The folder that holds `model`: a path, the id of a hub model, or the built-in "tiny"."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path.resolve())
+    if model == TINY:
+        return _tiny_folder()
+    if not _HUB_ID.fullmatch(model):
+        raise ConfigError(
+            f"model '{model}': no such folder, and it is not a hub id like 'org/name'"
+        )
+    return _checked(_download(model, revision))
+
+
+def cache_home() -> Path:
+    """Where files that Penstock makes itself are kept: PENSTOCK_HOME or ~/.cache/penstock."""
+    return Path(os.environ.get("PENSTOCK_HOME") or Path.home() / ".cache" / "penstock")
+
+
+def _tiny_folder() -> Path:
+    folder = cache_home() / "models" / f"{TINY}-{__version__}"
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            write_tiny_model(Path(unfinished) / TINY)
+            # Several processes may do this at once: the first one to finish is kept.
+            with contextlib.suppress(OSError):
+                os.rename(Path(unfinished) / TINY, folder)
+    return _checked(folder)
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"'{folder}' has no config.json; point to a folder in HF checkpoint layout"
+        )
+    return folder
+
+
+def _download(model: str, revision: str | None) -> Path:
+    at = f"'{model}'" + (f" at revision '{revision}'" if revision else "")
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=list(_WANTED),
+                ignore_patterns=list(_UNWANTED),
+            )
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model {at} asks you to accept its licence: do so on its hub page, then set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"model {at}: there is no such revision") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"model {at}: not a folder here, and the hub does not have it; check the spelling, "
+            "or set HF_TOKEN if it is private"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ConfigError(
+            f"model {at}: not a folder here, not in the hub cache, and the hub cannot be reached "
+            "(or HF_HUB_OFFLINE is set); download it first, or give the path of a folder"
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"model {at}: the download failed: {error}") from error

@@ -1,0 +1,1 @@
+"""Paged attention: one protocol, one reference, one backend per kind of device."""

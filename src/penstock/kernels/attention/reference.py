@@ -1,0 +1,62 @@
+"""The meaning of paged causal attention, in fp32, one sequence at a time. Runs anywhere, slowly.
+
+Legend: T tokens in the step, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens
+per block, N entries, Q queries and L keys of one entry.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.kv_write import kv_write
+
+
+def attend(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scale: float, window: int | None) -> Tensor:
+    """softmax(q k^T * scale) v of one sequence; its Q queries are the last of its L positions."""
+    num_queries, num_heads, head_size = q_QHD.shape
+    kv_len, num_kv_heads, _ = k_LKD.shape
+    q_QKGD = q_QHD.float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_size)
+    scores_KGQL = torch.einsum("qkgd,lkd->kgql", q_QKGD, k_LKD.float()) * scale
+
+    key_L = torch.arange(kv_len, device=q_QHD.device)
+    query_Q1 = key_L[kv_len - num_queries :, None]
+    seen_QL = key_L <= query_Q1
+    if window is not None:
+        seen_QL &= key_L > query_Q1 - window
+    weights_KGQL = scores_KGQL.masked_fill(~seen_QL, -torch.inf).softmax(-1)
+
+    out_QKGD = torch.einsum("kgql,lkd->qkgd", weights_KGQL, v_LKD.float())
+    return out_QKGD.reshape(num_queries, num_heads, head_size).to(q_QHD.dtype)
+
+
+def gather(cache_BKSD: Tensor, blocks_M: Tensor, kv_len: int) -> Tensor:
+    """The first `kv_len` keys (or values) of a sequence, in order: [L, K, D]."""
+    num_blocks = -(-kv_len // cache_BKSD.shape[2])
+    return cache_BKSD[blocks_M[:num_blocks].long()].transpose(1, 2).flatten(0, 1)[:kv_len]
+
+
+class ReferenceAttention:
+    name = "reference"
+    graph_safe = False
+
+    def run(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        k_cache_BKSD: Tensor,
+        v_cache_BKSD: Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        kv_write(k_TKD, v_TKD, k_cache_BKSD, v_cache_BKSD, batch.slots_T)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
+        for entry, row in enumerate(batch.rows_N.tolist()):
+            start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
+            blocks_M = batch.block_table_RM[row]
+            k_LKD = gather(k_cache_BKSD, blocks_M, kv_len)
+            v_LKD = gather(v_cache_BKSD, blocks_M, kv_len)
+            out_THD[start:end] = attend(q_THD[start:end], k_LKD, v_LKD, scale, window)
+        return out_THD

@@ -1,0 +1,250 @@
+"""Paged attention on a CPU through torch's fused one: decodes in batches, prefills one by one.
+
+What depends only on the step (index tensors, masks, groups) is worked out at its first layer and
+kept for the others, so a layer costs one write, two gathers and one attention call per group.
+
+Legend: T tokens in the step, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens
+per block, N entries of one group, M blocks and L padded keys of each, Q queries of one entry.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.batch import ForwardBatch
+
+Int64s = NDArray[np.int64]
+
+# A decode joins a group when padding it to the group's longest wastes at most a quarter of it.
+_MIN_FILL = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Decode entries attended together: their queries are `tokens`, their cache blocks `lines`."""
+
+    tokens: slice | Tensor
+    size: int
+    lines: Tensor  # [N * K * M] rows of the cache seen as [B * K, S * D]
+    num_keys: int  # keys to keep of the L gathered
+    mask_N11L: Tensor | None  # None: all of them are seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    start: int
+    end: int
+    lines: Tensor | None  # None: nothing cached before this chunk, its own keys are all there is
+    num_keys: int
+    mask_QL: Tensor | None  # None: plain causal
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    write_lines: Tensor  # [T * K] rows of the cache seen as [B * K * S, D]
+    groups: list[_DecodeGroup]
+    prefills: list[_Prefill]
+
+
+class SdpaAttention:
+    name = "sdpa"
+    graph_safe = False
+
+    def __init__(self) -> None:
+        self._batch: ForwardBatch | None = None
+        self._plans: dict[tuple[int, int, int | None], _Plan] = {}
+
+    def run(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        k_cache_BKSD: Tensor,
+        v_cache_BKSD: Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        _, num_kv_heads, block_size, head_size = k_cache_BKSD.shape
+        plan = self._plan(batch, num_kv_heads, block_size, window)
+        for new_TKD, cache_BKSD in ((k_TKD, k_cache_BKSD), (v_TKD, v_cache_BKSD)):
+            lines = cache_BKSD.view(-1, head_size)
+            lines.index_copy_(0, plan.write_lines, new_TKD.reshape(-1, head_size))
+
+        if len(plan.groups) == 1 and not plan.prefills:
+            return _decode(q_THD, k_cache_BKSD, v_cache_BKSD, plan.groups[0], scale)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        for group in plan.groups:
+            q_NHD = q_THD[group.tokens]
+            out_THD[group.tokens] = _decode(q_NHD, k_cache_BKSD, v_cache_BKSD, group, scale)
+        for entry in plan.prefills:
+            here = slice(entry.start, entry.end)
+            k_1KLD, v_1KLD = (
+                new_TKD[here].transpose(0, 1).unsqueeze(0)
+                if entry.lines is None
+                else _gather(cache_BKSD, entry.lines, 1, entry.num_keys)
+                for new_TKD, cache_BKSD in ((k_TKD, k_cache_BKSD), (v_TKD, v_cache_BKSD))
+            )
+            out_1HQD = F.scaled_dot_product_attention(
+                q_THD[here].transpose(0, 1).unsqueeze(0),
+                k_1KLD,
+                v_1KLD,
+                attn_mask=entry.mask_QL,
+                is_causal=entry.mask_QL is None,
+                scale=scale,
+                enable_gqa=True,
+            )
+            out_THD[here] = out_1HQD[0].transpose(0, 1)
+        return out_THD
+
+    def _plan(
+        self, batch: ForwardBatch, num_kv_heads: int, block_size: int, window: int | None
+    ) -> _Plan:
+        """The step's plan, made once per kind of layer. A `ForwardBatch` object is one step."""
+        if batch is not self._batch:
+            self._batch = batch
+            self._plans.clear()
+        key = (num_kv_heads, block_size, window)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = _make_plan(batch, num_kv_heads, block_size, window)
+        return plan
+
+
+def _decode(
+    q_NHD: Tensor, k_cache_BKSD: Tensor, v_cache_BKSD: Tensor, group: _DecodeGroup, scale: float
+) -> Tensor:
+    """Attention of one query per sequence. The G heads of a kv head stand in as its G queries."""
+    num_kv_heads, head_size = k_cache_BKSD.shape[1], q_NHD.shape[-1]
+    q_NKGD = q_NHD.reshape(group.size, num_kv_heads, -1, head_size)
+    out_NKGD = F.scaled_dot_product_attention(
+        q_NKGD,
+        _gather(k_cache_BKSD, group.lines, group.size, group.num_keys),
+        _gather(v_cache_BKSD, group.lines, group.size, group.num_keys),
+        attn_mask=None if group.mask_N11L is None else group.mask_N11L.to(q_NHD.dtype),
+        scale=scale,
+    )
+    return out_NKGD.reshape(q_NHD.shape)
+
+
+def _gather(cache_BKSD: Tensor, lines: Tensor, size: int, num_keys: int) -> Tensor:
+    """Keys (or values) of `size` sequences, [N, K, L, D] cut to the first `num_keys`: one copy."""
+    num_blocks, num_kv_heads, block_size, head_size = cache_BKSD.shape
+    by_line = cache_BKSD.view(num_blocks * num_kv_heads, block_size * head_size)
+    kv_NKLD = by_line.index_select(0, lines).view(size, num_kv_heads, -1, head_size)
+    return kv_NKLD[:, :, :num_keys]
+
+
+def _make_plan(
+    batch: ForwardBatch, num_kv_heads: int, block_size: int, window: int | None
+) -> _Plan:
+    """In numpy: a dozen small operations, each a third of the price it has in torch."""
+    blocks_T, offsets_T = np.divmod(batch.slots_T.numpy(), block_size)
+    heads_K = np.arange(num_kv_heads)
+    lines_TK = (blocks_T[:, None] * num_kv_heads + heads_K) * block_size + offsets_T[:, None]
+
+    rows_N, kv_lens_N = batch.rows_N.numpy(), batch.kv_lens_N.numpy()
+    table_RM, starts_N1 = batch.block_table_RM.numpy(), batch.query_starts_N1.numpy()
+    groups = []
+    for entries in _group_by_length(kv_lens_N[: batch.num_decodes].tolist(), window):
+        is_all = len(entries) == batch.num_decodes
+        tokens = slice(0, len(entries)) if is_all else torch.tensor(entries)
+        groups.append(
+            _plan_decode(
+                tokens,
+                table_RM[rows_N[entries]].astype(np.int64),
+                kv_lens_N[entries].astype(np.int64),
+                num_kv_heads,
+                block_size,
+                window,
+            )
+        )
+    prefills = []
+    for entry in range(batch.num_decodes, len(rows_N)):
+        start, end, kv_len = int(starts_N1[entry]), int(starts_N1[entry + 1]), int(kv_lens_N[entry])
+        blocks_M = table_RM[rows_N[entry]].astype(np.int64)
+        prefills.append(
+            _plan_prefill(start, end, blocks_M, kv_len, num_kv_heads, block_size, window)
+        )
+    return _Plan(torch.from_numpy(lines_TK.ravel()), groups, prefills)
+
+
+def _lines(blocks_NM: Int64s, num_kv_heads: int) -> Tensor:
+    """[N * K * M]: the rows, of a cache seen as [B * K, S * D], of every head of every block."""
+    lines_NKM = blocks_NM[:, None, :] * num_kv_heads + np.arange(num_kv_heads)[:, None]
+    return torch.from_numpy(lines_NKM.ravel())
+
+
+def _group_by_length(kv_lens: list[int], window: int | None) -> list[list[int]]:
+    """Entries of similar length together, each group in ascending order of entry."""
+    seen = [kv_len if window is None else min(kv_len, window) for kv_len in kv_lens]
+    groups: list[list[int]] = []
+    longest = 0
+    for entry in sorted(range(len(seen)), key=seen.__getitem__, reverse=True):
+        if not groups or seen[entry] < _MIN_FILL * longest:
+            groups.append([])
+            longest = seen[entry]
+        groups[-1].append(entry)
+    return [sorted(group) for group in groups]
+
+
+def _plan_decode(
+    tokens: slice | Tensor,
+    table_NM: Int64s,
+    kv_lens_N: Int64s,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+) -> _DecodeGroup:
+    kv_lens_N1 = kv_lens_N[:, None]
+    first_key_N1 = kv_lens_N1 * 0 if window is None else np.maximum(kv_lens_N1 - window, 0)
+    first_block_N1 = first_key_N1 // block_size
+    num_blocks = int((-(-kv_lens_N1 // block_size) - first_block_N1).max())
+    # A shorter entry of the group reads on into blocks that the mask hides, inside the table.
+    columns_NM = np.minimum(first_block_N1 + np.arange(num_blocks), table_NM.shape[1] - 1)
+    blocks_NM = np.take_along_axis(table_NM, columns_NM, axis=1)
+
+    num_keys = int((kv_lens_N1 - first_block_N1 * block_size).max())
+    keys_NL = first_block_N1 * block_size + np.arange(num_keys)
+    seen_NL = (keys_NL >= first_key_N1) & (keys_NL < kv_lens_N1)
+    mask_N11L = None
+    if not seen_NL.all():
+        mask_NL = np.where(seen_NL, np.float32(0.0), np.float32(-np.inf))
+        mask_N11L = torch.from_numpy(mask_NL)[:, None, None, :]
+    return _DecodeGroup(
+        tokens, len(kv_lens_N), _lines(blocks_NM, num_kv_heads), num_keys, mask_N11L
+    )
+
+
+def _plan_prefill(
+    start: int,
+    end: int,
+    blocks_M: Int64s,
+    kv_len: int,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+) -> _Prefill:
+    num_queries = end - start
+    has_prefix = kv_len > num_queries
+    if not has_prefix and (window is None or window >= kv_len):
+        return _Prefill(start, end, None, kv_len, None)
+
+    first_position = kv_len - num_queries
+    first_block = 0
+    if window is not None:
+        first_block = max(0, first_position - window + 1) // block_size
+    first_key = first_block * block_size
+    age_QL = np.arange(first_position, kv_len)[:, None] - np.arange(first_key, kv_len)
+    seen_QL = age_QL >= 0
+    if window is not None:
+        seen_QL &= age_QL < window
+    lines = None
+    if has_prefix:
+        blocks_M = blocks_M[first_block : -(-kv_len // block_size)]
+        lines = _lines(blocks_M[None], num_kv_heads)
+    return _Prefill(start, end, lines, kv_len - first_key, torch.from_numpy(seen_QL))

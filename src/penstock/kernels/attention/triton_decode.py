@@ -1,0 +1,208 @@
+"""Paged attention of one query per sequence, the keys of a sequence split over programs.
+
+All query heads of a kv head share one tile, so each key and value is read once. Nothing on the host
+depends on device values, so a captured launch stays right as sequences grow.
+
+How keys are split depends on the sequence's own length alone (`_span`), never on its neighbours: up
+to SPLITS equal spans, none under MIN_SPAN keys. How many programs share those spans depends on the
+number of sequences, which changes nothing in the arithmetic. The one exception is the full batch:
+when one program per (sequence, kv head) already fills the device it walks all keys in one span and
+saves the second launch, so the last bits may differ on the two sides of that batch size.
+
+Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+_NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Launch shape. Only `tile`, `min_span` and `max_splits` touch the arithmetic."""
+
+    tile: int = 64  # keys read at once
+    min_span: int = 128  # keys a split has at least; a multiple of tile
+    max_splits: int = 32
+    programs: int = 2048  # enough to fill the device several times over
+    num_warps: int = 4
+    num_stages: int = 5  # the block table is read two stages before the keys
+
+
+def decode_config(num_kv_heads: int, head_size: int) -> DecodeConfig:
+    """From the shapes of the heads alone. Few kv heads need more splits to fill the device."""
+    max_splits = max(16, min(64, triton.next_power_of_2(triton.cdiv(256, num_kv_heads))))
+    if head_size > 128:
+        return DecodeConfig(tile=32, max_splits=max_splits)
+    return DecodeConfig(max_splits=max_splits)
+
+
+@triton.jit
+def _span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
+    """Keys per split, a multiple of TILE."""
+    return tl.maximum(MIN_SPAN, tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE)
+
+
+@triton.jit
+def _attend(
+    q, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
+    scale_log2, stride_b,
+    S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    in_head = cols < D
+    m = tl.full((BLOCK_G,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for start in tl.range(first_key, end_key, TILE):
+        keys = start + tl.arange(0, TILE)
+        inside = keys < end_key
+        block = tl.load(table_ptr + keys // S, mask=inside, other=0).to(tl.int64)
+        at = (block * stride_b + (keys % S) * D)[:, None] + cols
+        mask = inside[:, None] & in_head
+        k = tl.load(k_ptr + at, mask=mask, other=0.0)
+        v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        seen = inside & (keys >= seen_from)
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        total = total * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc=acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+    return m, total, acc
+
+
+@triton.jit
+def _decode(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr, table_ptr,
+    scale_log2, window, stride_qn, stride_b, stride_table,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Program (p, k, n) of P takes splits p, p + P, ... of sequence n and kv head k.
+
+    DIRECT: P is 1, writes out[n] itself. Else partial[n, h, split] and its log2-sum-exp.
+    """
+    kv_head = tl.program_id(1)
+    entry = tl.program_id(2).to(tl.int64)
+    kv_len = tl.load(kv_lens_ptr + entry)
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    seen_from = tl.maximum(0, kv_len - window)
+    first = seen_from // TILE * TILE
+
+    g = tl.arange(0, BLOCK_G)
+    heads = (kv_head * G + g)[:, None]
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    inside = (g < G)[:, None] & (cols < D)
+    q = tl.load(q_ptr + entry * stride_qn + heads * D + cols, mask=inside, other=0.0)
+    k_ptr += kv_head * (S * D)
+    v_ptr += kv_head * (S * D)
+    table_ptr += row * stride_table
+
+    if DIRECT:
+        m, total, acc = _attend(
+            q, k_ptr, v_ptr, table_ptr, first, kv_len, seen_from,
+            scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE,
+        )  # fmt: skip
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (entry * (K * G) + heads) * D + cols, out, mask=inside)
+    else:
+        span = _span(kv_len - first, SPLITS, MIN_SPAN, TILE)
+        num_splits = tl.cdiv(kv_len - first, span)
+        for split in range(tl.program_id(0), num_splits, tl.num_programs(0)):
+            start = first + split * span
+            m, total, acc = _attend(
+                q, k_ptr, v_ptr, table_ptr, start, tl.minimum(start + span, kv_len), seen_from,
+                scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE,
+            )  # fmt: skip
+            at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
+            tl.store(partial_ptr + at[:, None] * D + cols, acc / total[:, None], mask=inside)
+            tl.store(lse_ptr + at, m + tl.log2(total), mask=g < G)
+
+
+@triton.jit
+def _reduce(
+    partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, window,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out[n, h] = sum over splits of partial * 2^lse / sum over splits of 2^lse; program (h, n)."""
+    head = tl.program_id(0)
+    entry = tl.program_id(1).to(tl.int64)
+    kv_len = tl.load(kv_lens_ptr + entry)
+    num_keys = kv_len - tl.maximum(0, kv_len - window) // TILE * TILE
+    num_splits = tl.cdiv(num_keys, _span(num_keys, SPLITS, MIN_SPAN, TILE))
+
+    splits = tl.arange(0, SPLITS)
+    cols = tl.arange(0, BLOCK_D)
+    at = (entry * H + head) * SPLITS + splits
+    lse = tl.load(lse_ptr + at, mask=splits < num_splits, other=-float("inf"))
+    weight = tl.exp2(lse - tl.max(lse, axis=0))
+    weight = weight / tl.sum(weight, axis=0)
+    mask = (splits < num_splits)[:, None] & (cols < D)[None, :]
+    partial = tl.load(partial_ptr + at[:, None] * D + cols[None, :], mask=mask, other=0.0)
+    out = tl.sum(partial * weight[:, None], axis=0)
+    to = out_ptr + (entry * H + head) * D + cols
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=cols < D)
+
+
+def decode(
+    q_NHD: Tensor,
+    k_cache_BKSD: Tensor,
+    v_cache_BKSD: Tensor,
+    rows_N: Tensor,
+    kv_lens_N: Tensor,
+    block_table_RM: Tensor,
+    out_NHD: Tensor,
+    scale: float,
+    window: int | None,
+    max_kv_len: int,
+    config: DecodeConfig | None = None,
+) -> None:
+    """out[n] = attention of q[n] over the kv_lens[n] cached tokens of row rows[n].
+
+    The partial results live in memory from the caching allocator: inside a captured graph that is
+    the graph's own pool, which all layers and graphs share.
+    """
+    num_entries, num_heads, head_size = q_NHD.shape
+    _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
+    assert q_NHD.stride()[1:] == (head_size, 1) and out_NHD.is_contiguous(), q_NHD.stride()
+    assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
+    c = config or decode_config(num_kv_heads, head_size)
+    programs = min(
+        c.max_splits,
+        triton.cdiv(max_kv_len, c.min_span),
+        max(1, c.programs // (num_entries * num_kv_heads)),
+    )
+    window = _NO_WINDOW if window is None else window
+    block_d = triton.next_power_of_2(head_size)
+    partial, lse = out_NHD, out_NHD  # not touched by a single program
+    if programs > 1:
+        shape = (num_entries, num_heads, c.max_splits)
+        partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
+    _decode[(programs, num_kv_heads, num_entries)](
+        q_NHD, k_cache_BKSD, v_cache_BKSD, out_NHD, partial, lse, rows_N, kv_lens_N, block_table_RM,
+        scale * _LOG2_E, window, q_NHD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
+        K=num_kv_heads, G=num_heads // num_kv_heads, D=head_size, S=block_size,
+        BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_D=block_d,
+        TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, DIRECT=programs == 1,
+        num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip
+    if programs > 1:
+        _reduce[(num_heads, num_entries)](
+            partial, lse, out_NHD, kv_lens_N, window,
+            H=num_heads, D=head_size, BLOCK_D=block_d, TILE=c.tile,
+            MIN_SPAN=c.min_span, SPLITS=c.max_splits, num_warps=4,
+        )  # fmt: skip

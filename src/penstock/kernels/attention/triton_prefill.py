@@ -1,0 +1,166 @@
+"""Paged causal attention of many queries per sequence, over a cached prefix and the chunk itself.
+
+A tile's rows are (query, head of the kv head) pairs, so one read of a key serves all heads that
+share it and a short chunk still fills the tile.
+
+Legend: T tokens, N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens
+per block.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Launch shape."""
+
+    rows: int = 128  # (query, head) pairs of one program
+    tile: int = 64  # keys read at once
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+def prefill_config(head_size: int, element_bytes: int) -> PrefillConfig:
+    if (
+        element_bytes > 2
+    ):  # no tensor cores in full precision: a larger tile would not fit registers
+        return PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2)
+    if head_size > 128:
+        return PrefillConfig(tile=32, num_stages=2)
+    return PrefillConfig()
+
+
+@triton.jit
+def _attend(
+    q, m, total, acc, positions, k_ptr, v_ptr, table_ptr, first_key, end_key, kv_len,
+    scale_log2, window, stride_b,
+    S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Take the keys [first_key, end_key) into every row's running maximum, total and values.
+
+    Not MASKED: whole tiles that every row sees.
+    """
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    for start in tl.range(first_key, end_key, TILE):
+        keys = start + tl.arange(0, TILE)
+        if MASKED:
+            block = tl.load(table_ptr + keys // S, mask=keys < kv_len, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + keys // S).to(tl.int64)
+        at = (block * stride_b + (keys % S) * D)[:, None] + cols
+        if MASKED or BLOCK_D != D:
+            mask = (keys < kv_len)[:, None] & (cols < D)
+            k = tl.load(k_ptr + at, mask=mask, other=0.0)
+            v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        else:
+            k = tl.load(k_ptr + at)
+            v = tl.load(v_ptr + at)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            age = positions[:, None] - keys[None, :]
+            # Finite, so that a row that sees nothing of its first tile stays free of NaN.
+            seen = (age >= 0) & (age < window) if HAS_WINDOW else age >= 0
+            scores = tl.where(seen, scores, -1.0e30)
+        m_new = tl.maximum(m, tl.max(scores, axis=1) * scale_log2)
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(scores * scale_log2 - m_new[:, None])
+        total = total * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc=acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+    return m, total, acc
+
+
+@triton.jit(do_not_specialize=["first_entry"])
+def _prefill(
+    q_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, first_entry,
+    scale_log2, window, stride_qt, stride_b, stride_table,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Program (i, k, n): the i-th last tile of rows of entry first_entry + n, for kv head k.
+
+    Row r is head r % G of query r // G. The last tiles see the most keys and start first.
+    """
+    kv_head = tl.program_id(1)
+    entry = first_entry + tl.program_id(2)
+    start = tl.load(starts_ptr + entry)
+    num_queries = tl.load(starts_ptr + entry + 1) - start
+    tile = tl.cdiv(num_queries * G, ROWS) - 1 - tl.program_id(0)
+    if tile < 0:
+        return
+    kv_len = tl.load(kv_lens_ptr + entry)
+    table_ptr += tl.load(rows_ptr + entry).to(tl.int64) * stride_table
+    k_ptr += kv_head * (S * D)
+    v_ptr += kv_head * (S * D)
+
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    queries = rows // G
+    heads = kv_head * G + rows % G
+    tokens = (start + queries).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    inside = (queries < num_queries)[:, None] & (cols < D)
+    q_at = tokens[:, None] * stride_qt + heads[:, None] * D + cols
+    q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
+
+    num_before = kv_len - num_queries
+    positions = num_before + queries
+    first_position = num_before + tile * ROWS // G
+    last_query = tl.minimum((tile * ROWS + ROWS - 1) // G, num_queries - 1)
+    end_key = num_before + last_query + 1
+    m = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    if HAS_WINDOW:
+        masked_from = tl.maximum(0, first_position - window + 1) // TILE * TILE
+    else:
+        masked_from = (first_position + 1) // TILE * TILE
+        m, total, acc = _attend(
+            q, m, total, acc, positions, k_ptr, v_ptr, table_ptr, 0, masked_from, kv_len,
+            scale_log2, window, stride_b, S, D, BLOCK_D, TILE, False, False,
+        )  # fmt: skip
+    m, total, acc = _attend(
+        q, m, total, acc, positions, k_ptr, v_ptr, table_ptr, masked_from, end_key, kv_len,
+        scale_log2, window, stride_b, S, D, BLOCK_D, TILE, True, HAS_WINDOW,
+    )  # fmt: skip
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (tokens * (K * G) + heads)[:, None] * D + cols, out, mask=inside)
+
+
+def prefill(
+    q_THD: Tensor,
+    k_cache_BKSD: Tensor,
+    v_cache_BKSD: Tensor,
+    rows_N: Tensor,
+    query_starts_N1: Tensor,
+    kv_lens_N: Tensor,
+    block_table_RM: Tensor,
+    out_THD: Tensor,
+    scale: float,
+    window: int | None,
+    first_entry: int,
+    max_query_len: int,
+    config: PrefillConfig | None = None,
+) -> None:
+    """Attention of the entries from `first_entry` on, each over all its cached tokens."""
+    _, num_heads, head_size = q_THD.shape
+    _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
+    assert q_THD.stride()[1:] == (head_size, 1) and out_THD.is_contiguous(), q_THD.stride()
+    assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
+    c = config or prefill_config(head_size, q_THD.element_size())
+    group = num_heads // num_kv_heads
+    grid = (triton.cdiv(max_query_len * group, c.rows), num_kv_heads, len(rows_N) - first_entry)
+    _prefill[grid](
+        q_THD, k_cache_BKSD, v_cache_BKSD, out_THD, rows_N, query_starts_N1, kv_lens_N,
+        block_table_RM, first_entry, scale * _LOG2_E, 0 if window is None else window,
+        q_THD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
+        K=num_kv_heads, G=group, D=head_size, S=block_size,
+        BLOCK_D=triton.next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
+        HAS_WINDOW=window is not None, num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""`@op`: one meaning (the decorated reference function) and any number of faster implementations.
+
+An implementation says what device it `needs` and which shapes it `fits`. The pick is made once per
+signature and can be explained. Does not know any op by name.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+
+from penstock.kernels.device import probe
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MAX_PICKS = 16384  # signatures remembered per op; the number of tokens is part of one
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The device an implementation runs on."""
+
+    kind: str  # "cuda" or "cpu"
+    min_arch: int = 0
+
+
+def arch(minimum: int) -> Needs:
+    """A CUDA device of at least this compute capability: 80 is sm_80."""
+    return Needs("cuda", minimum)
+
+
+def cpu() -> Needs:
+    return Needs("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Impl(Generic[P, R]):
+    name: str
+    run: Callable[P, R]
+    needs: Needs
+    fits: Callable[P, bool] | None  # None: every shape
+
+    def refusal(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
+        """Why this implementation cannot take the call; None when it can."""
+        if self.needs.min_arch and (found := probe().arch) < self.needs.min_arch:
+            return f"needs sm_{self.needs.min_arch}, this is sm_{found}"
+        if self.fits is not None and not self.fits(*args, **kwargs):
+            return "does not fit these shapes"
+        return None
+
+
+class Op(Generic[P, R]):
+    """Callable like its reference. The first registered implementation that can takes the call.
+
+    `gpu_module` holds the GPU implementations. It is imported when the first CUDA tensor arrives,
+    so a CPU process never loads Triton.
+    """
+
+    def __init__(self, reference: Callable[P, R], gpu_module: str | None = None) -> None:
+        functools.update_wrapper(self, reference)
+        self.reference = reference
+        self._name: str = reference.__name__
+        self._gpu_module = gpu_module
+        self._impls: dict[str, Impl[P, R]] = {}
+        self._picks: dict[tuple[Any, ...], Callable[P, R]] = {}
+        self._cpu: Callable[P, R] | None = reference  # None: the pick depends on the signature
+
+    def impl(
+        self, name: str, *, needs: Needs, fits: Callable[P, bool] | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Register one; `fits` may look at shapes, dtypes and plain arguments only."""
+
+        def register(run: Callable[P, R]) -> Callable[P, R]:
+            assert name not in self._impls and name != "reference", (self._name, name)
+            self._impls[name] = Impl(name, run, needs, fits)
+            self._picks.clear()
+            if needs.kind == "cpu" and self._cpu is self.reference:
+                self._cpu = run if fits is None else None
+            return run
+
+        return register
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs:
+            return self(*self._positional(*args, **kwargs))  # type: ignore[call-arg]
+        on_gpu: bool = args[0].is_cuda  # type: ignore[attr-defined]
+        if not on_gpu and self._cpu is not None:
+            return self._cpu(*args)  # type: ignore[call-arg]
+        key = tuple([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args])
+        run = self._picks.get((on_gpu, key))
+        if run is None:
+            run = self._pick("cuda" if on_gpu else "cpu", *args)[0].run  # type: ignore[call-arg]
+            if len(self._picks) >= _MAX_PICKS:
+                self._picks.clear()
+            self._picks[on_gpu, key] = run
+        return run(*args)  # type: ignore[call-arg]
+
+    def implementations(self) -> dict[str, Impl[P, R]]:
+        """Every registered implementation by name, the GPU ones loaded; without the reference."""
+        if self._gpu_module is not None:
+            importlib.import_module(self._gpu_module)
+        return self._impls
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Which implementation these arguments get, and why not the ones before it."""
+        kind = self._positional(*args, **kwargs)[0].device.type
+        chosen, refusals = self._pick(kind, *args, **kwargs)
+        return "; ".join([f"{self._name}: {chosen.name}", *refusals])
+
+    def _pick(self, kind: str, *args: P.args, **kwargs: P.kwargs) -> tuple[Impl[P, R], list[str]]:
+        impls = self.implementations() if kind == "cuda" else self._impls
+        refusals: list[str] = []
+        for candidate in impls.values():
+            if candidate.needs.kind != kind:
+                continue
+            if (why := candidate.refusal(*args, **kwargs)) is None:
+                return candidate, refusals
+            refusals.append(f"{candidate.name} {why}")
+        return Impl("reference", self.reference, Needs(kind), None), refusals
+
+    @functools.cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.reference)
+
+    def _positional(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
+
+@overload
+def op(reference: Callable[P, R], /) -> Op[P, R]: ...
+@overload
+def op(*, gpu_module: str) -> Callable[[Callable[P, R]], Op[P, R]]: ...
+def op(reference: Any = None, /, *, gpu_module: str | None = None) -> Any:
+    """Turn a reference into an `Op`; its first argument is a tensor and decides the device."""
+    if reference is None:
+        return functools.partial(Op, gpu_module=gpu_module)
+    return Op(reference)

@@ -1,0 +1,134 @@
+"""The meaning of the sampling ops, and the noise they draw.
+
+Noise is a function, not a stream: the uniform of (seed, index, token) is a hash of the three, so a
+row draws the same whatever stands beside it in the batch, and again after it was preempted and
+recomputed.
+
+Legend: L rows of logits, V vocabulary, C candidates, S slots of seen tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.op import op
+
+_TRITON = "penstock.kernels.sampling.triton"
+
+# First 32 bits after the point of sqrt(2), sqrt(3) and the golden ratio, as int32. The multipliers
+# are odd, so the mixing is a bijection and no two tokens of a row share their bits.
+MIX_1 = 0x6A09E667
+MIX_2 = 0xBB67AE85 - 2**32
+GOLDEN = 0x9E3779B9 - 2**32
+_LARGEST_BELOW_1 = 1.0 - 2.0**-24
+
+
+@op(gpu_module=_TRITON)
+def argmax(logits_LV: Tensor) -> Tensor:
+    """The most likely token of each row, int64; the lowest id of equals."""
+    return logits_LV.argmax(-1)
+
+
+@op(gpu_module=_TRITON)
+def gumbel_argmax(
+    logits_LV: Tensor,
+    temperature_L: Tensor,
+    seeds_L: Tensor,
+    indices_L: Tensor,
+    cutoffs_L: Tensor | None = None,
+) -> Tensor:
+    """One token id per row, int64, drawn from softmax(logits / temperature) over logits >= cutoff.
+
+    argmax(logits + temperature * gumbel) is such a draw, and the plain argmax at temperature 0.
+    Seeds are int64, indices (the new token's place in its sequence) int32 or int64.
+    """
+    noise_LV = gumbel(seeds_L, indices_L, logits_LV.shape[-1])
+    scores_LV = logits_LV.float() + temperature_L[:, None] * noise_LV
+    if cutoffs_L is not None:
+        scores_LV = scores_LV.masked_fill(logits_LV.float() < cutoffs_L[:, None], -torch.inf)
+    return scores_LV.argmax(-1)
+
+
+@op(gpu_module=_TRITON)
+def sampling_cutoffs(
+    logits_LV: Tensor,
+    temperature_L: Tensor,
+    top_k_L: Tensor,
+    top_p_L: Tensor,
+    min_p_L: Tensor,
+    num_candidates: int,
+) -> Tensor:
+    """The smallest logit each row may draw, fp32: top-k, then top-p of what is left, and min-p.
+
+    Any value above the best token left out will do; tokens equal to the last one kept are kept.
+    top_k 0, top_p 1 and min_p 0 keep everything. `num_candidates` bounds how deep the search must
+    look: the largest top_k if every row with a top-p has one, else V.
+    """
+    logits_LV = logits_LV.float()
+    if num_candidates < logits_LV.shape[-1]:
+        candidates_LC = logits_LV.topk(num_candidates).values
+    else:
+        candidates_LC = logits_LV.sort(-1, descending=True).values
+    max_L1 = candidates_LC[:, :1]
+    temperature_L1 = torch.where(temperature_L > 0, temperature_L, 1.0)[:, None]
+
+    has_k_L, has_p_L = top_k_L > 0, top_p_L < 1.0
+    k_L1 = torch.where(has_k_L, top_k_L, logits_LV.shape[-1])[:, None]
+    is_kept_LC = torch.arange(candidates_LC.shape[-1], device=logits_LV.device) < k_L1
+    weights_LC = ((candidates_LC - max_L1) / temperature_L1).exp() * is_kept_LC
+    mass_before_LC = weights_LC.cumsum(-1) - weights_LC
+    in_nucleus_LC = mass_before_LC < top_p_L[:, None] * weights_LC.sum(-1, keepdim=True)
+    is_kept_LC = is_kept_LC & (in_nucleus_LC | ~has_p_L[:, None])
+
+    last_L1 = (is_kept_LC.sum(-1, keepdim=True) - 1).clamp(min=0)
+    cutoffs_L = candidates_LC.gather(-1, last_L1)[:, 0]
+    cutoffs_L = torch.where(has_k_L | has_p_L, cutoffs_L, -torch.inf)
+    min_p_cutoffs_L = (max_L1 + temperature_L1 * min_p_L[:, None].log())[:, 0]
+    return torch.maximum(cutoffs_L, min_p_cutoffs_L)
+
+
+@op(gpu_module=_TRITON)
+def apply_penalties(
+    logits_LV: Tensor,
+    slots_L: Tensor,
+    in_prompt_SV: Tensor,
+    output_counts_SV: Tensor,
+    repetition_L: Tensor,
+    presence_L: Tensor,
+    frequency_L: Tensor,
+) -> None:
+    """Penalise each row of fp32 logits, in place, by what its slot has seen.
+
+    A token of prompt or output: positive logits are divided by `repetition`, negative ones
+    multiplied. A token of the output: minus `presence`, minus `frequency` times its count.
+    """
+    counts_LV = output_counts_SV[slots_L]
+    is_output_LV = counts_LV > 0
+    repetition_L1 = repetition_L[:, None]
+    repeated_LV = torch.where(logits_LV > 0, logits_LV / repetition_L1, logits_LV * repetition_L1)
+    penalised_LV = torch.where(is_output_LV | in_prompt_SV[slots_L], repeated_LV, logits_LV)
+    penalised_LV -= presence_L[:, None] * is_output_LV + frequency_L[:, None] * counts_LV
+    logits_LV.copy_(penalised_LV)
+
+
+def gumbel(seeds_L: Tensor, indices_L: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [L, V], fp32: -log of an exponential, exact near its small end."""
+    bits_LV = hash_bits(seeds_L, indices_L, vocab_size)
+    # An int32 read as unsigned: the smallest uniform is 2^-33, so the largest noise is about 22.9.
+    uniform_LV = (bits_LV.float() + 2.0**32 * (bits_LV < 0) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform_LV.clamp(max=_LARGEST_BELOW_1)))
+
+
+def hash_bits(seeds_L: Tensor, indices_L: Tensor, vocab_size: int) -> Tensor:
+    """32 random bits [L, V] as int32: a pure function of (seed, index, token)."""
+    low_L, high_L = seeds_L.int(), (seeds_L >> 32).int()
+    key_1_L = _mix(_mix(low_L + GOLDEN) ^ indices_L.int())
+    key_2_L = _mix(key_1_L + high_L)
+    tokens_V = torch.arange(vocab_size, dtype=torch.int32, device=seeds_L.device)
+    return _mix(_mix(tokens_V ^ key_1_L[:, None]) + key_2_L[:, None])
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Let every bit of int32 x touch every bit of the result; the masks make the shifts logical."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * MIX_1
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * MIX_2
+    return x ^ ((x >> 16) & 0xFFFF)

@@ -1,0 +1,83 @@
+"""Grouped-query self-attention over a paged cache; states what it must remember."""
+
+# T tokens in the step, C hidden size, H query heads and K kv heads of this rank, D head size
+# B cache blocks, S tokens per block
+
+from torch import Tensor, nn
+
+from penstock.kernels.batch import ForwardBatch
+from penstock.layers.build import Build
+from penstock.layers.linear import QKVLinear, RowLinear
+from penstock.layers.norm import RMSNorm
+from penstock.layers.rope import Rope
+from penstock.types.cache_spec import FullKV
+
+
+class Attention(nn.Module):
+    """`window=w`: a token sees itself and the w - 1 before it.
+
+    `qk_norm_eps`: query and key heads are normalised before the rotation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        rope: Rope,
+        build: Build,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.scale = head_size**-0.5
+        self.window = window
+        self.rope = rope
+        self.backend = build.attention
+        self.cache_dtype = str(build.dtype).removeprefix("torch.")
+        self.qkv_proj = QKVLinear(
+            hidden_size, num_heads, num_kv_heads, head_size, bias=qkv_bias, build=build
+        )
+        self.o_proj = RowLinear(
+            num_heads * head_size, hidden_size, role="attention", bias=out_bias, build=build
+        )
+        self.q_norm = RMSNorm(head_size, qk_norm_eps, build) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(head_size, qk_norm_eps, build) if qk_norm_eps is not None else None
+        self.num_heads = self.qkv_proj.num_heads
+        self.num_kv_heads = self.qkv_proj.num_kv_heads
+        self.k_cache_BKSD: Tensor | None = None
+        self.v_cache_BKSD: Tensor | None = None
+
+    def cache_spec(self) -> FullKV:
+        return FullKV(
+            num_kv_heads=self.num_kv_heads, head_size=self.head_size, dtype=self.cache_dtype
+        )
+
+    def bind_cache(self, k_cache_BKSD: Tensor, v_cache_BKSD: Tensor) -> None:
+        self.k_cache_BKSD, self.v_cache_BKSD = k_cache_BKSD, v_cache_BKSD
+
+    def forward(self, x_TC: Tensor, batch: ForwardBatch) -> Tensor:
+        assert self.k_cache_BKSD is not None and self.v_cache_BKSD is not None, "cache not bound"
+        heads_TND = self.qkv_proj(x_TC, batch).unflatten(-1, (-1, self.head_size))
+        q_THD, k_TKD, v_TKD = heads_TND.split(
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        q_THD, k_TKD = self.rope(q_THD, k_TKD, batch.positions_T)
+        out_THD = self.backend.run(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            self.k_cache_BKSD,
+            self.v_cache_BKSD,
+            batch,
+            self.scale,
+            self.window,
+        )
+        return self.o_proj(out_THD.flatten(1), batch)

@@ -1,0 +1,71 @@
+"""The frame most language models share: embedding, pre-norm residual blocks, final norm, head.
+
+What makes an architecture is the attention and the MLP that its file puts into the blocks.
+"""
+
+# T tokens in the step, L rows that need logits, D hidden size, V vocabulary
+
+from torch import Tensor, nn
+
+from penstock.kernels.batch import ForwardBatch
+from penstock.layers.attention import Attention
+from penstock.layers.build import Build
+from penstock.layers.embedding import VocabEmbedding, VocabHead
+from penstock.layers.norm import ResidualNorm
+from penstock.layers.rope import Rope
+from penstock.types.model_spec import ModelSpec
+
+
+class DecoderBlock(nn.Module):
+    def __init__(
+        self, spec: ModelSpec, build: Build, *, attention: Attention, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.input_norm = ResidualNorm(spec.hidden_size, spec.norm_eps, build)
+        self.attention = attention
+        self.post_norm = ResidualNorm(spec.hidden_size, spec.norm_eps, build)
+        self.mlp = mlp
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.input_norm(x_TD, residual_TD)
+        x_TD = self.attention(x_TD, batch)
+        x_TD, residual_TD = self.post_norm(x_TD, residual_TD)
+        return self.mlp(x_TD, batch), residual_TD
+
+
+class Decoder(nn.Module):
+    """An architecture is a subclass that says what a block is made of."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__()
+        rope = Rope(spec.rope, spec.head_size, spec.max_position, build.device)
+        self.embed = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
+        self.layers = nn.ModuleList(
+            self.block(spec, layer, rope, build) for layer in range(spec.num_layers)
+        )
+        self.norm = ResidualNorm(spec.hidden_size, spec.norm_eps, build)
+        table = self.embed
+        if not spec.tie_embeddings:
+            table = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
+        self.head = VocabHead(table)
+
+    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock:
+        raise NotImplementedError
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states of every token of the step, after the final norm."""
+        x_TD, residual_TD = self.embed(batch.input_ids_T), None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, batch)
+        x_TD, _ = self.norm(x_TD, residual_TD)
+        return x_TD
+
+    def logits(self, x_LD: Tensor) -> Tensor:
+        """Logits of the whole vocabulary, in the model's dtype, on every rank."""
+        return self.head(x_LD)
+
+    def cache_layers(self) -> list[Attention]:
+        """The layers that need a cache, in order."""
+        return [layer for layer in self.modules() if isinstance(layer, Attention)]

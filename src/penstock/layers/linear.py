@@ -1,0 +1,97 @@
+"""Linear layers: a share of a matrix on each rank of a role, kept and applied by a scheme.
+
+Column layers split the outputs and exchange nothing; row layers split the inputs and sum.
+"""
+
+# T tokens in the step, I inputs, O outputs of this rank
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from penstock.kernels.batch import ForwardBatch
+from penstock.layers.build import Build
+from penstock.parallel.collectives import all_reduce
+from penstock.parallel.shard import Share, Span, split, split_heads, stack_shares, whole
+from penstock.quant.scheme import LinearShape
+
+PostOp = Callable[[Tensor, Tensor, ForwardBatch], Tensor]
+
+
+class Linear(nn.Module):
+    """`post_op(x_TI, y_TO, batch)` may replace the output: the one place where adapters attach."""
+
+    def __init__(
+        self, outputs: tuple[Share, ...], inputs: Share, *, bias: bool, build: Build
+    ) -> None:
+        super().__init__()
+        self.shape = LinearShape(outputs=outputs, inputs=inputs, has_bias=bias)
+        self.scheme = build.scheme
+        self.scheme.create(self, self.shape, build.dtype, build.device)
+        self.post_op: PostOp | None = None
+
+    def forward(self, x_TI: Tensor, batch: ForwardBatch) -> Tensor:
+        return self._multiply(x_TI, batch, add_bias=True)
+
+    def _multiply(self, x_TI: Tensor, batch: ForwardBatch, add_bias: bool) -> Tensor:
+        y_TO = self.scheme.apply(self, x_TI, add_bias)
+        return y_TO if self.post_op is None else self.post_op(x_TI, y_TO, batch)
+
+
+class ColumnLinear(Linear):
+    """Several matrices with the same input, one after the other, each split over the role."""
+
+    def __init__(
+        self, in_size: int, out_sizes: Sequence[int], *, role: str, bias: bool, build: Build
+    ) -> None:
+        ranks = build.mesh.role(role)
+        parts = [
+            (size, split(f"a layer's width ({role})", size, ranks.size, ranks.rank))
+            for size in out_sizes
+        ]
+        super().__init__(stack_shares(parts), whole(in_size), bias=bias, build=build)
+
+
+class QKVLinear(Linear):
+    """Query, key and value of attention. KV heads are repeated when there are fewer than ranks."""
+
+    def __init__(
+        self,
+        in_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        bias: bool,
+        build: Build,
+    ) -> None:
+        ranks = build.mesh.role("attention")
+        heads = split_heads(num_heads, num_kv_heads, ranks.size, ranks.rank)
+
+        def columns(num_all: int, span: Span) -> tuple[int, Span]:
+            return num_all * head_size, Span(span.start * head_size, span.size * head_size)
+
+        parts = [
+            columns(num_heads, heads.query),
+            columns(num_kv_heads, heads.kv),
+            columns(num_kv_heads, heads.kv),
+        ]
+        super().__init__(stack_shares(parts), whole(in_size), bias=bias, build=build)
+        self.num_heads = heads.query.size  # on this rank
+        self.num_kv_heads = heads.kv.size
+
+
+class RowLinear(Linear):
+    """Inputs split over the role; the outputs are summed, so that every rank has all of them."""
+
+    def __init__(self, in_size: int, out_size: int, *, role: str, bias: bool, build: Build) -> None:
+        ranks = build.mesh.role(role)
+        span = split(f"a layer's width ({role})", in_size, ranks.size, ranks.rank)
+        inputs = Share(full_size=in_size, source=span, target=Span(0, span.size))
+        super().__init__((whole(out_size),), inputs, bias=bias, build=build)
+        self.ranks = ranks
+
+    def forward(self, x_TI: Tensor, batch: ForwardBatch) -> Tensor:
+        # The bias enters the sum once.
+        y_TO = self._multiply(x_TI, batch, add_bias=self.ranks.rank == 0)
+        return all_reduce(y_TO, self.ranks)

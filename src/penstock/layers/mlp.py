@@ -1,0 +1,22 @@
+"""The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+
+# T tokens in the step, D hidden size
+
+from torch import Tensor, nn
+
+from penstock.kernels.activation import silu_mul
+from penstock.kernels.batch import ForwardBatch
+from penstock.layers.build import Build
+from penstock.layers.linear import ColumnLinear, RowLinear
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, hidden_size: int, inner_size: int, *, bias: bool, build: Build) -> None:
+        super().__init__()
+        self.gate_up_proj = ColumnLinear(
+            hidden_size, (inner_size, inner_size), role="mlp", bias=bias, build=build
+        )
+        self.down_proj = RowLinear(inner_size, hidden_size, role="mlp", bias=bias, build=build)
+
+    def forward(self, x_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        return self.down_proj(silu_mul(self.gate_up_proj(x_TD, batch)), batch)

@@ -1,0 +1,113 @@
+"""Rotary position embedding: the table of cosines and sines that `RopeSpec` describes.
+
+One table per model, indexed by absolute position. The rotation itself is an op.
+
+Dynamic NTK scaling depends on the length of the sequence, and a table cannot: sequences of many
+lengths share a step, and cached keys were rotated earlier. So the length is fixed when the model is
+built. `max_position` up to the trained length gives the unscaled table, exact for every sequence
+that fits. A larger `max_position` (asked for by overriding `max_position_embeddings`) gives the
+table scaled for that length, for all sequences, short ones included.
+"""
+
+# P positions, R rotated channels of a head, F = R / 2 frequencies
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.rope import rope
+from penstock.types.model_spec import RopeSpec
+
+
+class Rope(nn.Module):
+    def __init__(
+        self, spec: RopeSpec, head_size: int, max_position: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        table_PR = cos_sin_table(spec, head_size, max_position).to(device)
+        self.register_buffer("cos_sin_PR", table_PR, persistent=False)
+        self.cos_sin_PR: Tensor
+
+    def forward(self, q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        return rope(q_THD, k_TKD, self.cos_sin_PR, positions_T)
+
+
+def cos_sin_table(spec: RopeSpec, head_size: int, max_position: int) -> Tensor:
+    """float32 [P, R]: the cosines of each position, then its sines, times the attention factor."""
+    inv_freq_F = inverse_frequencies(spec, head_size, max_position)
+    angles_PF = torch.arange(max_position, dtype=torch.float32)[:, None] * inv_freq_F
+    return torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1) * attention_factor(spec)
+
+
+def inverse_frequencies(spec: RopeSpec, head_size: int, max_position: int) -> Tensor:
+    """Radians per position of each pair of channels."""
+    num_channels = int(head_size * spec.partial_factor)
+    exponents_F = torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels
+    match spec.kind:
+        case "default":
+            return 1.0 / spec.theta**exponents_F
+        case "linear":
+            return 1.0 / spec.theta**exponents_F / spec.factor
+        case "dynamic":
+            return 1.0 / _ntk_theta(spec, num_channels, max_position) ** exponents_F
+        case "llama3":
+            return _llama3(spec, 1.0 / spec.theta**exponents_F)
+        case "yarn":
+            return _yarn(spec, spec.theta**exponents_F)
+    raise AssertionError(spec.kind)  # the config parser refuses every other kind
+
+
+def attention_factor(spec: RopeSpec) -> float:
+    """Yarn sharpens attention as the context grows; multiplies both cosines and sines."""
+    if spec.kind != "yarn":
+        return 1.0
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:
+        return _yarn_mscale(spec.factor, spec.mscale) / _yarn_mscale(
+            spec.factor, spec.mscale_all_dim
+        )
+    return _yarn_mscale(spec.factor, 1.0)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _ntk_theta(spec: RopeSpec, num_channels: int, max_position: int) -> float:
+    """A larger base for a longer sequence: its slowest channel turns as far as in training."""
+    trained = _trained_length(spec)
+    growth = spec.factor * max(max_position, trained) / trained - (spec.factor - 1)
+    return spec.theta * growth ** (num_channels / (num_channels - 2))
+
+
+def _llama3(spec: RopeSpec, inv_freq_F: Tensor) -> Tensor:
+    """Slow channels are slowed by `factor`, fast ones kept, those between blended."""
+    turns_F = _trained_length(spec) / (2 * math.pi / inv_freq_F)
+    kept_F = (turns_F - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    kept_F = kept_F.clamp(0.0, 1.0)
+    return (1 - kept_F) * inv_freq_F / spec.factor + kept_F * inv_freq_F
+
+
+def _yarn(spec: RopeSpec, period_F: Tensor) -> Tensor:
+    """As above, but blended linearly over the channel index, between two numbers of turns."""
+    num_channels = 2 * period_F.shape[0]
+
+    def channel_that_turns(num_turns: float) -> float:
+        length = _trained_length(spec) / (num_turns * 2 * math.pi)
+        return num_channels * math.log(length) / (2 * math.log(spec.theta))
+
+    low, high = channel_that_turns(spec.beta_fast), channel_that_turns(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, num_channels - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    kept_F = 1 - ((torch.arange(period_F.shape[0]) - low) / (high - low)).clamp(0.0, 1.0)
+    return 1.0 / (spec.factor * period_F) * (1 - kept_F) + 1.0 / period_F * kept_F
+
+
+def _trained_length(spec: RopeSpec) -> int:
+    assert spec.original_max_position is not None, spec
+    return spec.original_max_position

@@ -1,0 +1,40 @@
+"""What happened to a request, as plain records; emitted by whoever drives it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first output token of a sample reached the front end."""
+
+    since_arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoreTokens:
+    """Later tokens of a sample arrived together, `since_previous_s` after the ones before."""
+
+    since_previous_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFinished:
+    """A sample ended, for whatever reason (`finish` is a value of `FinishReason`)."""
+
+    finish: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    e2e_s: float
+    decode_s: float | None  # from the first token to the last; None: not seen one by one
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """A request was answered with an error before it reached the engine."""
+
+    status: int
+
+
+Event = FirstToken | MoreTokens | SampleFinished | RequestRefused

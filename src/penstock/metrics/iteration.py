@@ -1,0 +1,63 @@
+"""Iteration statistics: kept for a while, listed in the names of TensorRT-LLM's `/metrics`."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from penstock.types.stats import IterationStats
+
+MAX_KEPT = 1000
+
+
+class IterationLog:
+    """The newest iterations not yet asked for. `observe` sees each one once, whoever asks first."""
+
+    def __init__(
+        self,
+        drain: Callable[[], Iterable[IterationStats]],
+        observe: Callable[[IterationStats], None],
+    ) -> None:
+        self._drain = drain
+        self._observe = observe
+        self._kept: deque[IterationStats] = deque(maxlen=MAX_KEPT)
+
+    def refresh(self) -> None:
+        for stats in self._drain():
+            self._observe(stats)
+            self._kept.append(stats)
+
+    def take(self) -> list[dict[str, Any]]:
+        """Every iteration since the last call, oldest first, at most `MAX_KEPT`."""
+        self.refresh()
+        taken = [as_trtllm(stats) for stats in self._kept]
+        self._kept.clear()
+        return taken
+
+
+def as_trtllm(stats: IterationStats) -> dict[str, Any]:
+    looked_up = stats.reused_blocks + stats.missed_blocks
+    return {
+        "timestamp": stats.timestamp,
+        "iter": stats.iter,
+        "iterLatencyMS": stats.latency_ms,
+        "numActiveRequests": stats.num_active,
+        "numQueuedRequests": stats.num_queued,
+        "gpuMemUsage": stats.gpu_mem_bytes,
+        "kvCacheStats": {
+            "allocNewBlocks": stats.new_blocks,
+            "allocTotalBlocks": stats.new_blocks + stats.reused_blocks,
+            "cacheHitRate": stats.reused_blocks / looked_up if looked_up else 0.0,
+            "freeNumBlocks": stats.free_blocks,
+            "maxNumBlocks": stats.max_blocks,
+            "missedBlocks": stats.missed_blocks,
+            "reusedBlocks": stats.reused_blocks,
+            "tokensPerBlock": stats.tokens_per_block,
+            "usedNumBlocks": stats.used_blocks,
+        },
+        "inflightBatchingStats": {
+            "numScheduledRequests": stats.num_scheduled,
+            "numContextRequests": stats.num_context,
+            "numGenRequests": stats.num_generation,
+            "numCtxTokens": stats.num_context_tokens,
+        },
+    }

@@ -1,0 +1,114 @@
+"""Prometheus exposition: the names, and the text. One measurement may carry several names.
+
+`penstock_*` is ours and complete; `trtllm_*` and `vllm:*` are the names that existing dashboards
+and autoscalers read, for what we can fill.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from penstock.types.stats import EngineCounters
+
+# penstock metric -> its other names (families, so without _total, _bucket, ...)
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "penstock_time_to_first_token_seconds": (
+        "trtllm_time_to_first_token_seconds",
+        "vllm:time_to_first_token_seconds",
+    ),
+    "penstock_inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",),
+    "penstock_time_per_output_token_seconds": (
+        "trtllm_time_per_output_token_seconds",
+        "vllm:request_time_per_output_token_seconds",
+    ),
+    "penstock_e2e_request_latency_seconds": (
+        "trtllm_e2e_request_latency_seconds",
+        "vllm:e2e_request_latency_seconds",
+    ),
+    "penstock_request_decode_time_seconds": (
+        "trtllm_request_decode_time_seconds",
+        "vllm:request_decode_time_seconds",
+    ),
+    "penstock_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "penstock_request_generation_tokens": ("vllm:request_generation_tokens",),
+    "penstock_iteration_latency_seconds": ("trtllm_iteration_latency_seconds",),
+    "penstock_iteration_tokens": ("vllm:iteration_tokens_total",),
+    "penstock_request_success": ("trtllm_request_success", "vllm:request_success"),
+    "penstock_prompt_tokens_cached": ("vllm:prompt_tokens_cached",),
+}
+
+_GAUGES = frozenset(
+    ("max_steps_in_flight", "running", "waiting", "used_blocks", "cached_blocks", "total_blocks")
+)
+_COUNTER_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "prompt_tokens": ("trtllm_prompt_tokens", "vllm:prompt_tokens"),
+    "generated_tokens": ("trtllm_generation_tokens", "vllm:generation_tokens"),
+    "prefix_query_tokens": ("vllm:prefix_cache_queries",),
+    "prefix_hit_tokens": ("vllm:prefix_cache_hits",),
+    "preemptions": ("vllm:num_preemptions",),
+    "finished": ("trtllm_num_requests_completed",),
+    "running": ("trtllm_num_requests_running", "vllm:num_requests_running"),
+    "waiting": ("trtllm_num_requests_waiting", "vllm:num_requests_waiting"),
+}
+
+
+class Aliased(Collector):
+    """Every metric of `source` under its own name and its aliases."""
+
+    def __init__(self, source: CollectorRegistry, aliases: Mapping[str, tuple[str, ...]]) -> None:
+        self._source = source
+        self._aliases = aliases
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._source.collect():
+            yield metric
+            for alias in self._aliases.get(metric.name, ()):
+                yield _renamed(metric, alias)
+
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    copy = Metric(name, metric.documentation, metric.type)
+    copy.samples = [
+        Sample(name + sample.name.removeprefix(metric.name), *sample[1:])
+        for sample in metric.samples
+        if not sample.name.endswith("_created")
+    ]
+    return copy
+
+
+class EngineCollector(Collector):
+    """Every field of `EngineCounters`, read when somebody asks."""
+
+    def __init__(self, model_name: str, counters: Callable[[], EngineCounters]) -> None:
+        self._model_name = model_name
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._counters()
+        for field in fields(EngineCounters):
+            value = getattr(counters, field.name)
+            for name in (f"penstock_{field.name}", *_COUNTER_ALIASES.get(field.name, ())):
+                yield self._family(name, value, is_gauge=field.name in _GAUGES)
+        usage = counters.used_blocks / counters.total_blocks if counters.total_blocks else 0.0
+        queried = counters.prefix_query_tokens
+        yield self._family("trtllm_kv_cache_utilization", usage, is_gauge=True)
+        yield self._family("vllm:kv_cache_usage_perc", usage, is_gauge=True)
+        hit_rate = counters.prefix_hit_tokens / queried if queried else 0.0
+        yield self._family("trtllm_kv_cache_hit_rate", hit_rate, is_gauge=True)
+
+    def _family(self, name: str, value: float, *, is_gauge: bool) -> Metric:
+        kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
+        family = kind(name, name.partition("_")[2].replace("_", " "), labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """The text and its content type: OpenMetrics where `accept` asks for it, else the classic."""
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type

@@ -1,0 +1,278 @@
+"""config.json and generation_config.json -> `ModelSpec`. The only reader of the raw configuration.
+
+Understands what transformers 4 writes (rope_theta, rope_scaling, torch_dtype) and what 5 does
+(rope_parameters, dtype). Fields that a file leaves out have the default of their model type.
+Needs no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.models.registry import supported_architectures
+from penstock.types.model_spec import ModelSpec, RopeSpec
+
+_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What a model type means by a field that its config.json leaves out, and what it fixes."""
+
+    architecture: str
+    max_position: int = 32768
+    num_kv_heads: int | None = 32  # None: as many as query heads
+    head_size: int | None = None  # None: hidden size / heads
+    bos: int | None = None
+    eos: int | None = None
+    qkv_bias: bool | None = None  # None: as `attention_bias` says
+    out_bias: bool | None = None
+    mlp_bias: bool | None = False
+    qk_norm: bool = False
+    windows: str = "by layer"  # "none", "all layers", "by layer"
+
+
+_FAMILIES = {
+    "llama": _Family(
+        architecture="LlamaForCausalLM",
+        max_position=2048,
+        num_kv_heads=None,
+        bos=1,
+        eos=2,
+        mlp_bias=None,
+        windows="none",
+    ),
+    "mistral": _Family(
+        architecture="MistralForCausalLM",
+        max_position=131072,
+        num_kv_heads=8,
+        bos=1,
+        eos=2,
+        qkv_bias=False,
+        out_bias=False,
+        windows="all layers",
+    ),
+    "qwen2": _Family(architecture="Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
+    "qwen3": _Family(architecture="Qwen3ForCausalLM", head_size=128, qk_norm=True),
+}
+
+
+def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
+    """`overrides` replaces fields of config.json, nested ones key by key, before it is read."""
+    raw = _read_json(folder / "config.json")
+    original_max_position = raw.get("max_position_embeddings")
+    config = _Fields(folder, _merged(raw, overrides or {}))
+    generation = _read_json(folder / "generation_config.json", optional=True)
+    family = _family(config)
+
+    hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
+    num_kv_heads = config.count("num_key_value_heads", family.num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        config.refuse("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} heads")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        config.refuse("hidden_act", f"'{activation}' is not supported, only 'silu'")
+    head_size = config.count("head_dim", family.head_size or hidden_size // num_heads)
+    max_position = config.count("max_position_embeddings", family.max_position)
+    num_layers = config.count("num_hidden_layers")
+    windows = _windows(config, family, num_layers)
+    attention_bias = bool(config.get("attention_bias", False))
+    rope, max_position = _rope(config, max_position, original_max_position or max_position)
+
+    return ModelSpec(
+        architecture=family.architecture,
+        model_type=config.get("model_type", ""),
+        vocab_size=config.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        max_position=max_position,
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        hidden_act=activation,
+        rope=rope,
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        attention_out_bias=attention_bias if family.out_bias is None else family.out_bias,
+        mlp_bias=bool(
+            config.get("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
+        ),
+        qk_norm=family.qk_norm,
+        window=next((window for window in windows if window is not None), None),
+        layer_windows=windows,
+        dtype=_dtype(config),
+        bos_token_id=config.fields.get("bos_token_id", family.bos),
+        eos_token_ids=_eos_ids(generation, config, family),
+        pad_token_id=config.get("pad_token_id", generation.get("pad_token_id")),
+        quantization=_quantization(folder, config),
+    )
+
+
+class _Fields:
+    """A config.json whose fields are checked as they are read. A null is as good as absent."""
+
+    def __init__(self, folder: Path, fields: dict[str, Any]) -> None:
+        self.folder = folder
+        self.fields = fields
+
+    def refuse(self, name: str, why: str) -> None:
+        raise ConfigError(f"config.json of '{self.folder}': {name}: {why}")
+
+    def has(self, name: str) -> bool:
+        return name in self.fields
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.fields.get(name)
+        return default if value is None else value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if value is None:
+            self.refuse(name, "is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(name, f"is {value!r}, it must be a positive whole number")
+        return int(value)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value is None:
+            self.refuse(name, "is missing")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self.refuse(name, f"is {value!r}, it must be a number")
+        return float(value)
+
+
+def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read '{path}': {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"'{path}' holds no JSON object")
+    return fields
+
+
+def _merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(fields)
+    for name, value in overrides.items():
+        both_nested = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if both_nested else value
+    return merged
+
+
+def _family(config: _Fields) -> _Family:
+    """By architecture name; by model type where a file names no architecture."""
+    names = config.get("architectures", [])
+    for family in _FAMILIES.values():
+        if family.architecture in names:
+            return family
+    model_type = config.get("model_type")
+    if not names and model_type in _FAMILIES:
+        return _FAMILIES[model_type]
+    raise ConfigError(
+        f"config.json of '{config.folder}': architecture {', '.join(names) or model_type} is not "
+        f"supported; supported are {', '.join(supported_architectures())}"
+    )
+
+
+def _windows(config: _Fields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """The attention window of each layer."""
+    if family.windows == "none":
+        return (None,) * num_layers
+    if family.windows == "all layers":
+        # Absent and null differ here: null is what later versions of these models write for "none".
+        default = None if config.has("sliding_window") else 4096
+        window = config.get("sliding_window", default)
+        return (None if window is None else config.count("sliding_window", default),) * num_layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    window = config.count("sliding_window", 4096)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers or not {"sliding_attention", "full_attention"}.issuperset(kinds):
+        config.refuse(
+            "layer_types",
+            f"is {kinds}, it must say sliding_attention or full_attention for {num_layers} layers",
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(config: _Fields, max_position: int, original: int) -> tuple[RopeSpec, int]:
+    """The rotary embedding, and the longest position the model is meant for with it.
+
+    `original` is max_position_embeddings as the file has it, before overrides: dynamic scaling
+    starts there. Linear and yarn scaling reach `factor` times as far as the model was trained.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in given.values()):
+        config.refuse("rope_parameters", "different rotary embeddings per layer are not supported")
+    rope = _Fields(config.folder, dict(given))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        config.refuse("rope type", f"'{kind}' is not supported; there are {', '.join(_ROPE_KINDS)}")
+    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        config.refuse("partial_rotary_factor", f"is {partial}, only 1.0 is supported")
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    if kind == "default":
+        return RopeSpec(theta=theta), max_position
+
+    if kind in ("llama3", "yarn"):
+        original = config.get("original_max_position_embeddings") or rope.count(
+            "original_max_position_embeddings", max_position
+        )
+    factor = rope.number("factor", max_position / original if kind == "yarn" else None)
+    spec = RopeSpec(
+        kind=kind,
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number("beta_fast", 0) or 32.0,
+        beta_slow=rope.number("beta_slow", 0) or 1.0,
+        attention_factor=rope.get("attention_factor"),
+        mscale=rope.get("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim"),
+        truncate=bool(rope.get("truncate", True)),
+    )
+    if kind == "linear":
+        max_position = int(max_position * factor)
+    elif kind == "yarn":
+        max_position = max(max_position, int(original * factor))
+    return spec, max_position
+
+
+def _dtype(config: _Fields) -> str:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in _DTYPES:
+        config.refuse("dtype", f"'{dtype}' is not supported; there are {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = fields.get(name)
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def _eos_ids(generation: Mapping[str, Any], config: _Fields, family: _Family) -> tuple[int, ...]:
+    """Those of both files: either may forget the end-of-turn token."""
+    defaults = {"eos_token_id": family.eos}
+    found = _ids(generation, "eos_token_id") + _ids(defaults | config.fields, "eos_token_id")
+    return tuple(dict.fromkeys(found))
+
+
+def _quantization(folder: Path, config: _Fields) -> dict[str, Any]:
+    """How the checkpoint is quantised, as it says itself; empty when it is not."""
+    beside = _read_json(folder / "hf_quant_config.json", optional=True).get("quantization")
+    return dict(config.get("quantization_config") or beside or {})

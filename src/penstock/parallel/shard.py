@@ -1,0 +1,111 @@
+"""Shard arithmetic: which part of a tensor one rank of a role holds. Numbers, no process group.
+
+`Span` is a range along one dimension. `Piece` says which rectangle of a checkpoint tensor becomes
+which rectangle of a parameter; layers state it, `weights/` obeys it.
+"""
+
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    start: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One dimension: `source` of the `full_size` elements goes to `target` of the parameter."""
+
+    full_size: int
+    source: Span
+    target: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One checkpoint tensor, or the part of it that this rank needs: one share per dimension."""
+
+    shares: tuple[Share, ...]
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return tuple(share.full_size for share in self.shares)
+
+    @property
+    def source(self) -> tuple[slice, ...]:
+        return tuple(share.source.slice for share in self.shares)
+
+    @property
+    def target(self) -> tuple[slice, ...]:
+        return tuple(share.target.slice for share in self.shares)
+
+    @property
+    def is_empty(self) -> bool:
+        return any(share.source.size == 0 for share in self.shares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShare:
+    """Heads of one rank. With more ranks than KV heads, a KV head lives on several."""
+
+    query: Span
+    kv: Span
+
+
+def whole(size: int) -> Share:
+    return Share(full_size=size, source=Span(0, size), target=Span(0, size))
+
+
+def split(what: str, size: int, num_ranks: int, rank: int) -> Span:
+    """The `rank`-th of `num_ranks` equal parts."""
+    if size % num_ranks:
+        raise ConfigError(
+            f"{what} is {size}, which {num_ranks} ranks cannot share equally; "
+            f"use a tensor-parallel size that divides {size}"
+        )
+    part = size // num_ranks
+    return Span(rank * part, part)
+
+
+def split_heads(num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> HeadShare:
+    """Query heads split equally; KV heads split, or repeat when there are fewer than ranks."""
+    query = split("the number of attention heads", num_heads, num_ranks, rank)
+    if num_ranks <= num_kv_heads:
+        return HeadShare(
+            query=query, kv=split("the number of KV heads", num_kv_heads, num_ranks, rank)
+        )
+    if num_ranks % num_kv_heads:
+        raise ConfigError(
+            f"{num_kv_heads} KV heads cannot be repeated over {num_ranks} ranks; "
+            f"use a tensor-parallel size that is a multiple or a divisor of {num_kv_heads}"
+        )
+    return HeadShare(query=query, kv=Span(rank * num_kv_heads // num_ranks, 1))
+
+
+def split_padded(size: int, num_ranks: int, rank: int, multiple: int) -> tuple[Share, int]:
+    """This rank's share of `size` rows, and how many rows it holds: the same on every rank, a
+    multiple of `multiple`; the last ones may be padding."""
+    num_rows = -(-size // (num_ranks * multiple)) * multiple
+    start = min(rank * num_rows, size)
+    taken = min(num_rows, size - start)
+    return Share(full_size=size, source=Span(start, taken), target=Span(0, taken)), num_rows
+
+
+def stack_shares(parts: list[tuple[int, Span]]) -> tuple[Share, ...]:
+    """Several tensors laid one after the other; a part is (full size, what is taken of it)."""
+    shares, offset = [], 0
+    for full_size, source in parts:
+        shares.append(Share(full_size=full_size, source=source, target=Span(offset, source.size)))
+        offset += source.size
+    return tuple(shares)

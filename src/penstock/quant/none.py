@@ -1,0 +1,35 @@
+"""The scheme of a checkpoint that is not quantised: weights in the model's own dtype."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.parallel.parameter import new_parameter
+from penstock.parallel.shard import Piece
+from penstock.quant.scheme import LinearShape
+
+
+class Unquantized:
+    def create(
+        self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        layer.weight = new_parameter(
+            (shape.num_outputs, shape.num_inputs),
+            dtype,
+            device,
+            tuple(Piece((outputs, shape.inputs)) for outputs in shape.outputs),
+        )
+        if shape.has_bias:
+            layer.bias = new_parameter(
+                (shape.num_outputs,),
+                dtype,
+                device,
+                tuple(Piece((outputs,)) for outputs in shape.outputs),
+            )
+        else:
+            layer.register_parameter("bias", None)
+
+    def apply(self, layer: Any, x_TI: Tensor, add_bias: bool) -> Tensor:
+        return F.linear(x_TI, layer.weight, layer.bias if add_bias else None)

@@ -1,0 +1,160 @@
+"""What the device knows of each running sequence (`Rows`), and a plan turned into tensors.
+
+True lengths and last tokens live here, on the device. A decode step is built from them alone: the host
+sends row numbers. Nothing in this file waits for the device.
+"""
+
+# R rows (the last one is padding), M blocks a row may have, N entries, T tokens, L logit rows
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.gather import decode_inputs
+from penstock.types.step import FROM_DEVICE, Int32s, StepPlan
+
+
+def to_device(arrays: list[Int32s], device: torch.device) -> list[Tensor]:
+    """Several host arrays in one copy that the host does not wait for."""
+    packed = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return list(packed.split([len(array) for array in arrays]))
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInputs:
+    """One step, ready to run: the model's batch, and which tokens' hidden states become logits."""
+
+    batch: ForwardBatch
+    rows_L: Tensor  # int64: device rows that sample
+    kv_lens_L: Tensor  # int32: their lengths, the index of the token they sample
+    rows: NDArray[np.int32]  # the same rows on the host
+    logit_index_L: Tensor | None  # token of each logit row; None: all of them, in order
+
+
+class Rows:
+    """Persistent state of `max_rows` rows and one padding row, which points to block 0."""
+
+    def __init__(
+        self, max_rows: int, max_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+        self.padding_row = max_rows
+        self.last_tokens_R = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self.lengths_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.block_table_RM = torch.zeros(
+            (max_rows + 1, max_blocks), dtype=torch.int32, device=device
+        )
+        self._arange_R1 = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
+        self._texts: dict[int, Int32s] = {}  # host: what each row must prefill
+
+    def apply(self, plan: StepPlan) -> None:
+        """Rows that join and blocks that rows gain."""
+        for join in plan.joins:
+            self._texts[join.row] = join.token_ids
+        growth = plan.growth
+        if len(growth.rows):
+            rows, indices, block_ids = to_device(
+                [growth.rows, growth.indices, growth.block_ids], self.device
+            )
+            self.block_table_RM.index_put_((rows.long(), indices.long()), block_ids)
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        """The tensors of a step with any mix of prompt chunks and decodes."""
+        num_tokens = plan.num_tokens
+        query_starts = np.zeros(len(num_tokens) + 1, np.int32)
+        np.cumsum(num_tokens, out=query_starts[1:])
+        sampling = np.flatnonzero(plan.num_logit_rows).astype(np.int32)
+        ids = np.zeros(query_starts[-1], np.int32)
+        for i in range(plan.num_decodes, plan.num_entries):
+            start = plan.starts[i]
+            text = self._texts[int(plan.rows[i])]
+            ids[query_starts[i] : query_starts[i + 1]] = text[start : start + num_tokens[i]]
+        entry_of_token = np.repeat(np.arange(len(num_tokens), dtype=np.int32), num_tokens)
+        offsets = np.arange(len(ids), dtype=np.int32) - query_starts[entry_of_token]
+        rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T, sampling_L = (
+            to_device(
+                [
+                    plan.rows, plan.starts, num_tokens, query_starts, ids, entry_of_token, offsets,
+                    sampling,
+                ],
+                self.device,
+            )
+        )  # fmt: skip
+        is_prompt_N = starts_N != FROM_DEVICE
+        rows = rows_N.long()
+        firsts_N = torch.where(is_prompt_N, starts_N, self.lengths_R[rows])
+        entries = entries_T.long()
+        positions_T = (firsts_N[entries] + offsets_T).long()
+        input_ids_T = torch.where(
+            is_prompt_N[entries], ids_T.long(), self.last_tokens_R[rows][entries]
+        )
+        blocks_T = self.block_table_RM[rows[entries], positions_T // self.block_size].long()
+        kv_lens_N = firsts_N + counts_N
+        self.lengths_R.index_copy_(0, rows, kv_lens_N)
+        sampling_rows = sampling_L.long()
+        return StepInputs(
+            batch=ForwardBatch(
+                input_ids_T=input_ids_T,
+                positions_T=positions_T,
+                slots_T=blocks_T * self.block_size + positions_T % self.block_size,
+                rows_N=rows_N,
+                query_starts_N1=query_starts_N1,
+                kv_lens_N=kv_lens_N,
+                block_table_RM=self.block_table_RM,
+                num_decodes=plan.num_decodes,
+                max_query_len=int(num_tokens.max()),
+                max_kv_len=int(plan.max_kv_lens.max()),
+            ),
+            rows_L=rows[sampling_rows],
+            kv_lens_L=kv_lens_N[sampling_rows],
+            rows=plan.rows[sampling],
+            logit_index_L=(query_starts_N1[1:].long() - 1)[sampling_rows],
+        )
+
+    def build_decode(self, rows: Int32s, max_kv_len: int) -> StepInputs:
+        """The same for a step of decodes only, where row numbers are all the host sends."""
+        (rows_N,) = to_device([rows], self.device)
+        batch = self.decode_batch(rows_N, max_kv_len)
+        return StepInputs(
+            batch=batch,
+            rows_L=rows_N.long(),
+            kv_lens_L=batch.kv_lens_N,
+            rows=rows,
+            logit_index_L=None,
+        )
+
+    def decode_batch(self, rows_N: Tensor, max_kv_len: int) -> ForwardBatch:
+        """One token of each row, built on the device; `rows_N` may be padded with the padding row."""
+        input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
+            rows_N, self.last_tokens_R, self.lengths_R, self.block_table_RM, self.block_size
+        )
+        self.lengths_R.index_copy_(0, rows_N.long(), kv_lens_N)
+        self.lengths_R[self.padding_row :].zero_()
+        num_entries = rows_N.shape[0]
+        return ForwardBatch(
+            input_ids_T=input_ids_N,
+            positions_T=positions_N,
+            slots_T=slots_N,
+            rows_N=rows_N,
+            query_starts_N1=self._arange_R1[: num_entries + 1],
+            kv_lens_N=kv_lens_N,
+            block_table_RM=self.block_table_RM,
+            num_decodes=num_entries,
+            max_query_len=1,
+            max_kv_len=max_kv_len,
+        )
+
+    def accept(self, rows_L: Tensor, token_ids_L: Tensor) -> None:
+        """The sampled tokens are what these rows feed next."""
+        self.last_tokens_R.index_copy_(0, rows_L, token_ids_L)
+
+    def text(self, row: int) -> Int32s:
+        """What the row must prefill, on the host."""
+        return self._texts[row]

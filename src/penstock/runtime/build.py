@@ -1,0 +1,179 @@
+"""The device side's only composition root: loads one rank's model, plans its memory, wires a runner.
+
+Two phases, because ranks must agree on the number of cache blocks in between.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock import log
+from penstock.config.run import RunConfig
+from penstock.kernels.attention.backend import get_backend
+from penstock.layers.decoder import Decoder
+from penstock.models.registry import build_model
+from penstock.parallel.mesh import RankMesh
+from penstock.runtime.batch import Rows
+from penstock.runtime.graphs import CudaGraphs
+from penstock.runtime.kv_tensors import KVTensors, bytes_per_block
+from penstock.runtime.memory import MemoryPlan, longest_sequence, make_plan
+from penstock.runtime.model_runner import ModelRunner
+from penstock.sampling.sampler import Sampler
+from penstock.types.model_spec import ModelSpec
+from penstock.types.sampling import SamplingParams
+from penstock.types.step import BlockGrowth, LateInputs, RowJoin, StepPlan
+from penstock.weights.load import dummy_weights, load_weights
+
+_log = log.get(__name__)
+
+
+class Timeline:
+    """Named phases of a start, in order, with their seconds."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.phases.append((name, time.perf_counter() - started))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRank:
+    model: Decoder
+    mesh: RankMesh
+    device: torch.device
+    memory: MemoryPlan
+
+
+def rank_device(config: RunConfig, rank: int) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Timeline) -> LoadedRank:
+    """This rank's weights on its device, and how many cache blocks fit beside them."""
+    torch.set_num_threads(config.num_threads)
+    device = rank_device(config, mesh.rank)
+    with timeline.phase("build model"):
+        dtype = getattr(torch, config.dtype)
+        backend = get_backend(config.attention_backend)
+        model = build_model(spec, mesh, dtype, device, backend)
+    with timeline.phase("load weights"), torch.inference_mode():
+        if config.load_format == "dummy":
+            dummy_weights(model, config.seed)
+        else:
+            load_weights(model, Path(config.model_path), spec, mesh, progress=mesh.rank == 0)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    with timeline.phase("plan memory"):
+        memory = _plan_memory(config, spec, model, mesh, device)
+    return LoadedRank(model=model, mesh=mesh, device=device, memory=memory)
+
+
+def _plan_memory(
+    config: RunConfig, spec: ModelSpec, model: Decoder, mesh: RankMesh, device: torch.device
+) -> MemoryPlan:
+    block = bytes_per_block(model.cache_layers(), config.tokens_per_block)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if device.type == "cpu":
+        return make_plan(config, weights=weights, activations=0, free=0, block=block)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    # The largest step there can be, on a cache of two blocks: what counts is its peak, not its result.
+    runner, _ = _wire(config, spec, model, mesh, device, num_blocks=2)
+    runner.forward(_largest_step(config))
+    runner.sample(0, LateInputs())
+    torch.cuda.synchronize()
+    activations = torch.cuda.max_memory_allocated() - before
+    del runner
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return make_plan(config, weights=weights, activations=activations, free=free, block=block)
+
+
+def _largest_step(config: RunConfig) -> StepPlan:
+    """One prompt as long as a step may be (or several), and all rows asking for logits."""
+    num_rows = min(config.max_batch_size, config.max_num_tokens)
+    lengths = np.full(num_rows, config.max_num_tokens // num_rows, np.int32)
+    lengths[0] += config.max_num_tokens - lengths.sum()
+    lengths = np.minimum(lengths, config.max_seq_len)
+    rows = np.arange(num_rows, dtype=np.int32)
+    none = np.zeros(0, np.int32)
+    return StepPlan(
+        step_id=0,
+        joins=tuple(
+            RowJoin(
+                request_id=0, rank=0, row=row, token_ids=np.zeros(length, np.int32), num_cached=0,
+                num_prompt=int(length), sampling=SamplingParams(), stop_ids=(),
+            )
+            for row, length in enumerate(lengths)
+        ),
+        growth=BlockGrowth(ranks=none, groups=none, rows=none, indices=none, block_ids=none),
+        cache_ops=(),
+        ranks=np.zeros_like(rows),
+        rows=rows,
+        starts=np.zeros_like(rows),
+        num_tokens=lengths,
+        num_logit_rows=np.ones_like(rows),
+        max_kv_lens=lengths,
+        num_decodes=0,
+        padded_tokens=int(lengths.sum()),
+        needs_late_inputs=False,
+    )  # fmt: skip
+
+
+def _wire(
+    config: RunConfig,
+    spec: ModelSpec,
+    model: Decoder,
+    mesh: RankMesh,
+    device: torch.device,
+    num_blocks: int,
+) -> tuple[ModelRunner, Rows]:
+    # A step in flight may write one token beyond a sequence's end.
+    most_tokens = config.max_seq_len + config.depth
+    max_blocks = -(-most_tokens // config.tokens_per_block)
+    rows = Rows(config.max_batch_size, max_blocks, config.tokens_per_block, device)
+    kv = KVTensors(model.cache_layers(), num_blocks, config.tokens_per_block, device)
+    sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed)
+    return ModelRunner(model, rows, kv, sampler, mesh), rows
+
+
+def finish_rank(
+    loaded: LoadedRank, config: RunConfig, spec: ModelSpec, num_blocks: int, timeline: Timeline
+) -> ModelRunner:
+    """The runner with its cache of `num_blocks`, and its graphs captured."""
+    with timeline.phase("allocate cache"):
+        runner, rows = _wire(config, spec, loaded.model, loaded.mesh, loaded.device, num_blocks)
+    if not config.graph_batch_sizes:
+        return runner
+    with timeline.phase(f"capture {len(config.graph_batch_sizes)} graphs"):
+        before = torch.cuda.memory_reserved()
+        graphs = CudaGraphs(
+            runner.decode_step(longest_sequence(config, num_blocks)),
+            config.graph_batch_sizes,
+            config.graph_padding,
+            rows.padding_row,
+            loaded.device,
+        )
+        graphs.capture(lambda size: None)
+        runner.use_graphs(graphs)
+        taken = torch.cuda.memory_reserved() - before
+    _log.info(
+        "graphs took %.2f GiB, %.2f GiB were planned",
+        taken / 2**30,
+        loaded.memory.graphs / 2**30,
+    )
+    return runner

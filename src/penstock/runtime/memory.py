@@ -1,0 +1,69 @@
+"""The byte plan of one rank: weights, activations, graphs, and what is left for the cache."""
+
+from dataclasses import dataclass
+
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock.types.cache_spec import RESERVED_BLOCKS
+
+_GIB = 2**30
+_GRAPH_BASE_BYTES = 256 * 2**20  # workspaces and graph nodes; measured after capture and logged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    weights: int
+    activations: int  # peak of a step of max_num_tokens
+    graphs: int  # reserved for CUDA graphs
+    block: int  # one cache block, all layers
+    num_blocks: int
+
+    @property
+    def cache(self) -> int:
+        return self.num_blocks * self.block
+
+    def as_dict(self) -> dict[str, int]:
+        return {
+            "weights_bytes": self.weights,
+            "activations_bytes": self.activations,
+            "graphs_bytes": self.graphs,
+            "kv_cache_bytes": self.cache,
+            "kv_block_bytes": self.block,
+        }
+
+
+def make_plan(
+    config: RunConfig, *, weights: int, activations: int, free: int, block: int
+) -> MemoryPlan:
+    """`free` bytes are left on the device after the weights; activations are not taken from it yet."""
+    graphs = 0
+    if config.device == "cpu":
+        budget = config.kv_cpu_bytes
+    else:
+        if config.graph_batch_sizes:
+            share = config.graph_batch_sizes[-1] / config.max_num_tokens
+            graphs = _GRAPH_BASE_BYTES + int(activations * min(1.0, share))
+        budget = int(config.kv_memory_fraction * (free - activations - graphs))
+    num_blocks = budget // block
+    if config.kv_max_tokens is not None:
+        wanted = -(-config.kv_max_tokens // config.tokens_per_block) + RESERVED_BLOCKS
+        num_blocks = min(num_blocks, wanted) if config.device != "cpu" else wanted
+    if num_blocks < RESERVED_BLOCKS + 1:
+        raise ConfigError(
+            f"no memory for the KV cache: {free / _GIB:.2f} GiB free after weights, "
+            f"{activations / _GIB:.2f} GiB needed for activations, {graphs / _GIB:.2f} GiB for "
+            "graphs; lower max_num_tokens or max_batch_size, use more GPUs (tensor_parallel_size), "
+            "or free memory on the device"
+        )
+    return MemoryPlan(
+        weights=weights,
+        activations=activations,
+        graphs=graphs,
+        block=block,
+        num_blocks=num_blocks,
+    )
+
+
+def longest_sequence(config: RunConfig, num_blocks: int) -> int:
+    """The most tokens of one sequence: max_seq_len, or less when the pool cannot hold that."""
+    return min(config.max_seq_len, (num_blocks - RESERVED_BLOCKS) * config.tokens_per_block)

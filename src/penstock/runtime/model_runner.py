@@ -1,0 +1,145 @@
+"""`ModelRunner`: one rank's device side of a step: plan -> batch -> forward, then logits -> tokens.
+
+Everything is enqueued; the first to wait for the device is the handle's `wait`.
+"""
+
+# T tokens in the step, N entries, L logit rows, D hidden size, V vocabulary
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.layers.decoder import Decoder
+from penstock.parallel.collectives import broadcast
+from penstock.parallel.mesh import RankMesh
+from penstock.runtime.batch import Rows, StepInputs
+from penstock.runtime.graphs import CudaGraphs, DecodeStep
+from penstock.runtime.kv_tensors import KVTensors
+from penstock.runtime.prompt_scores import PromptScorer, PromptScores
+from penstock.sampling.logprobs import SampledLogprobs
+from penstock.sampling.sampler import Sampler
+from penstock.types.step import Int32s, LateInputs, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class _Forwarded:
+    plan: StepPlan
+    logits_LV: Tensor
+    rows_L: Tensor
+    kv_lens_L: Tensor
+    rows: Int32s
+    scores: PromptScores | None
+
+
+class DeviceStep:
+    """A step under way. `wait` returns when its tokens have reached the host."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        token_ids_L: Tensor,
+        logprobs: SampledLogprobs | None,
+        scores: PromptScores | None,
+    ) -> None:
+        self._plan = plan
+        self._logprobs = logprobs.start_copy() if logprobs else None
+        self._scores = scores
+        self._event: torch.cuda.Event | None = None
+        self._token_ids_L = token_ids_L
+        if token_ids_L.is_cuda:
+            self._token_ids_L = torch.empty_like(token_ids_L, device="cpu", pin_memory=True)
+            self._token_ids_L.copy_(token_ids_L, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> StepResult:
+        if self._event is not None:
+            self._event.synchronize()
+        sampling = np.flatnonzero(self._plan.num_logit_rows)
+        token_ids = np.zeros((self._plan.num_entries, 1), np.int32)
+        token_ids[sampling, 0] = self._token_ids_L.numpy()
+        logprobs = self._logprobs.rows() if self._logprobs else {}
+        return StepResult(
+            step_id=self._plan.step_id,
+            token_ids=token_ids,
+            num_accepted=np.minimum(self._plan.num_logit_rows, 1),
+            logprobs={int(sampling[at]): rows for at, rows in logprobs.items()},
+            prompt_logprobs=self._scores.rows() if self._scores else {},
+        )
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        rows: Rows,
+        kv: KVTensors,
+        sampler: Sampler,
+        mesh: RankMesh,
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._kv = kv
+        self._sampler = sampler
+        self._scorer = PromptScorer(rows, model.logits)
+        self._mesh = mesh
+        self._graphs: CudaGraphs | None = None
+        self._forwarded: dict[int, _Forwarded] = {}
+
+    def use_graphs(self, graphs: CudaGraphs) -> None:
+        self._graphs = graphs
+
+    @property
+    def num_graph_replays(self) -> int:
+        return self._graphs.num_replays if self._graphs else 0
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        self._rows.apply(plan)
+        self._sampler.join(plan.joins)
+        self._scorer.join(plan.joins)
+        self._kv.apply(plan.cache_ops)
+        if plan.num_decodes < plan.num_entries:
+            forwarded = self._run(plan, self._rows.build(plan))
+        elif self._graphs is not None and self._graphs.fits(plan.num_entries):
+            logits_LV, kv_lens_L, rows_L = self._graphs.replay(plan.rows)
+            forwarded = _Forwarded(plan, logits_LV, rows_L, kv_lens_L, plan.rows, None)
+        else:
+            max_kv_len = int(plan.max_kv_lens.max())
+            forwarded = self._run(plan, self._rows.build_decode(plan.rows, max_kv_len))
+        self._forwarded[plan.step_id] = forwarded
+
+    def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
+        hidden_TD = self._model(inputs.batch)
+        scores = self._scorer.score(plan, hidden_TD)
+        if inputs.logit_index_L is not None:
+            hidden_TD = hidden_TD[inputs.logit_index_L]
+        logits_LV = self._model.logits(hidden_TD)
+        return _Forwarded(plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, scores)
+
+    @torch.inference_mode()
+    def sample(self, step_id: int, late: LateInputs) -> DeviceStep:
+        """Choose the step's tokens; they feed the next step without passing through the host."""
+        step = self._forwarded.pop(step_id)
+        token_ids_L, logprobs = torch.zeros_like(step.rows_L), None
+        if len(step.rows):
+            if self._mesh.is_sampling_rank:
+                sampled = self._sampler.sample(
+                    step.logits_LV, step.rows, step.rows_L, step.kv_lens_L
+                )
+                token_ids_L, logprobs = sampled.token_ids_L, sampled.logprobs
+            token_ids_L = broadcast(token_ids_L, self._mesh.role("vocab"))
+            self._rows.accept(step.rows_L, token_ids_L)
+        return DeviceStep(step.plan, token_ids_L, logprobs, step.scores)
+
+    def decode_step(self, max_kv_len: int) -> DecodeStep:
+        """The step that graphs capture: everything from row numbers to logits."""
+
+        @torch.inference_mode()
+        def step(rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            batch = self._rows.decode_batch(rows_N, max_kv_len)
+            return self._model.logits(self._model(batch)), batch.kv_lens_N, rows_N.long()
+
+        return step

@@ -1,0 +1,78 @@
+"""A rank other than 0: loads its share, then runs every plan it is sent, in order.
+
+Started by rank 0 as `python -m penstock.runtime.worker`; the same messages will carry plans to ranks
+on other machines.
+"""
+
+import os
+import sys
+
+import msgspec
+
+from penstock import log
+from penstock.config.run import RunConfig
+from penstock.ipc.channel import Receiver, Sender
+from penstock.ipc.messages import Forward, RankBlocks, RankFailed, RankReady, Sample, Stop, ToRank
+from penstock.ipc.process import on_parent_exit, read_task
+from penstock.parallel.mesh import RankMesh
+from penstock.runtime.build import Timeline, finish_rank, load_rank, rank_device
+from penstock.types.model_spec import ModelSpec
+
+
+class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells a rank at its start."""
+
+    rank: int
+    config: RunConfig
+    spec: ModelSpec
+    meeting_point: str  # "host:port" of the process group
+    address: str  # where this rank receives
+    rank0_address: str
+    log_level: str | None
+
+
+def run(task: WorkerTask) -> None:
+    config = task.config
+    timeline = Timeline()
+    inbox = Receiver(task.address, ToRank)
+    rank0 = Sender(task.rank0_address)
+    try:
+        device = rank_device(config, task.rank)
+        mesh = RankMesh.create(task.rank, config.tp_size, task.meeting_point, device)
+        loaded = load_rank(config, task.spec, mesh, timeline)
+        memory = loaded.memory
+        rank0.send(
+            RankReady(rank=task.rank, num_blocks=memory.num_blocks, weight_bytes=memory.weights)
+        )
+        runner = None
+        while True:
+            match inbox.receive(timeout_ms=-1):
+                case RankBlocks(num_blocks=num_blocks):
+                    runner = finish_rank(loaded, config, task.spec, num_blocks, timeline)
+                case Forward(plan=plan):
+                    assert runner is not None
+                    runner.forward(plan)
+                case Sample(step_id=step_id, late=late):
+                    assert runner is not None
+                    runner.sample(step_id, late)
+                case Stop():
+                    mesh.close()
+                    return
+    except Exception as error:
+        log.get(__name__).exception("rank %d failed", task.rank)
+        rank0.send(RankFailed(rank=task.rank, message=f"{type(error).__name__}: {error}"))
+        raise
+
+
+def main() -> None:
+    task = msgspec.convert(read_task(), WorkerTask)
+    log.setup(f"rank {task.rank}", task.log_level)
+    on_parent_exit(lambda: os._exit(0))
+    try:
+        run(task)
+    except Exception:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Exception -> OpenAI error JSON. The only mapping; nothing of a stack trace reaches a client."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.errors import BackendError, CapacityError, ConfigError, RequestError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_CODES = {
+    400: "bad_request",
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """What a client learns of a failure."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """Read by the openai client (`error`), and flat as TensorRT-LLM's clients expect it."""
+        kind = _TYPES.get(self.status, "internal_server_error")
+        said = {"message": self.message, "type": kind, "param": self.param}
+        return {
+            "error": {**said, "code": self.code},
+            "object": "error",
+            **said,
+            "code": self.status,
+        }
+
+
+def explain(error: Exception) -> ApiError:
+    match error:
+        case RequestError():
+            return ApiError(400, error.code, error.message, error.param)
+        case ConfigError():
+            return ApiError(400, "not_configured", str(error))
+        case CapacityError():
+            headers = {"retry-after": str(error.retry_after_s)}
+            return ApiError(429, "over_capacity", str(error), headers=headers)
+        case BackendError():
+            return ApiError(503, "engine_unavailable", str(error))
+        case HTTPException():
+            status, code = error.status_code, _CODES.get(error.status_code, "http_error")
+            return ApiError(status, code, error.detail, headers=dict(error.headers or {}))
+    # uvicorn drops the connection after an exception; say so.
+    headers = {"connection": "close"}
+    message = "the server failed to answer this request"
+    return ApiError(500, "internal_error", message, headers=headers)
+
+
+def error_response(error: Exception) -> Response:
+    said = explain(error)
+    return Response(
+        msgspec.json.encode(said.body()), said.status, said.headers, media_type="application/json"
+    )
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    """The server logs the stack trace once this answer has been sent."""
+    return error_response(error)

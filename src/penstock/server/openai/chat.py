@@ -1,0 +1,153 @@
+"""`POST /v1/chat/completions`: messages in, the assistant's message out, whole or as a stream."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.server.body import read_json
+from penstock.server.generations import Generations
+from penstock.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from penstock.server.openai.protocol import ChatRequest, parse
+from penstock.server.openai.reply import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatMessage,
+    ChatReply,
+    Usage,
+    new_id,
+)
+from penstock.server.sse import EventStream, event, until_disconnect
+from penstock.server.state import ServerState, state_of
+from penstock.types.outputs import TextDelta, TokenLogprob
+
+
+async def chat_completions(request: Request) -> Response | EventStream:
+    state = state_of(request)
+    asked = parse(ChatRequest, await read_json(request))
+    generations = await Generations.start(
+        state.pipeline, [asked.chat_input()], state.metrics.observe, stream=asked.stream
+    )
+    answer = _Answer(asked, state, generations)
+    if asked.stream:
+        return EventStream(answer.stream(), generations.aclose)
+    async with aclosing(generations):
+        reply = await until_disconnect(request.receive, answer.whole())
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+class _Answer:
+    """One request's answer: one id, model and time over all its chunks."""
+
+    def __init__(self, asked: ChatRequest, state: ServerState, generations: Generations) -> None:
+        self._asked = asked
+        self._names = state.names
+        self._generations = generations
+        self._id = new_id("chatcmpl")
+        self._created = int(time.time())
+        self._model = state.model_name if asked.model is None else asked.model
+        self._echo = _echo(asked)
+
+    async def whole(self) -> ChatReply:
+        [samples] = await self._generations.collect()
+        return ChatReply(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(sample) for sample in samples],
+            usage=Usage.of(self._generations.usage()),
+            prompt_logprobs=self._prompt_logprobs(list(samples[0].prompt_logprobs)),
+        )
+
+    def _choice(self, sample: TextDelta) -> ChatChoice:
+        assert sample.finish is not None
+        return ChatChoice(
+            index=sample.index,
+            message=ChatMessage(content=self._echo + sample.text),
+            logprobs=chat_logprobs(sample.logprobs, self._names) if self._asked.logprobs else None,
+            finish_reason=sample.finish.value,
+            stop_reason=sample.stop_reason,
+            avg_decoded_tokens_per_iter=1.0,
+            token_ids=UNSET if self._asked.detokenize else list(sample.token_ids),
+        )
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        prompt_entries: list[TokenLogprob] = []
+        async with aclosing(self._generations.deltas()) as deltas:
+            async for _, delta in deltas:
+                if delta.index == 0:
+                    prompt_entries += delta.prompt_logprobs
+                data = b""
+                if delta.index not in begun and (delta.token_ids or delta.finish is not None):
+                    # The role goes out with the first token, so that a client sees when that was.
+                    begun.add(delta.index)
+                    opening = ChatDelta(role="assistant", content=self._echo)
+                    data = self._event(
+                        [ChatChunkChoice(index=delta.index, delta=opening)],
+                        prompt=UNSET if delta.index else self._prompt_logprobs(prompt_entries),
+                    )
+                if delta.text or delta.finish is not None or self._carries_tokens(delta):
+                    data += self._event([self._chunk_choice(delta)])
+                if data:
+                    yield data
+        if self._asked.streams_usage:
+            yield self._event([], usage=Usage.of(self._generations.usage()))
+
+    def _carries_tokens(self, delta: TextDelta) -> bool:
+        return bool(delta.token_ids) and (self._asked.logprobs or not self._asked.detokenize)
+
+    def _chunk_choice(self, delta: TextDelta) -> ChatChunkChoice:
+        choice = ChatChunkChoice(index=delta.index, delta=ChatDelta())
+        if delta.text:
+            choice.delta.content = delta.text
+        if self._asked.logprobs and delta.logprobs:
+            choice.logprobs = chat_logprobs(delta.logprobs, self._names)
+        if not self._asked.detokenize:
+            choice.token_ids = list(delta.token_ids)
+        if delta.finish is not None:
+            choice.finish_reason = delta.finish.value
+            choice.avg_decoded_tokens_per_iter = 1.0
+            if delta.stop_reason is not None:
+                choice.stop_reason = delta.stop_reason
+        return choice
+
+    def _event(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType = UNSET,
+        prompt: list[Any] | UnsetType = UNSET,
+    ) -> bytes:
+        if usage is UNSET and self._asked.streams_usage_always:
+            usage = Usage.of(self._generations.usage())
+        return event(
+            ChatChunk(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=choices,
+                usage=usage,
+                prompt_logprobs=prompt,
+            )
+        )
+
+    def _prompt_logprobs(self, entries: list[TokenLogprob]) -> list[Any] | UnsetType:
+        if self._asked.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(entries, self._names)
+
+
+def _echo(asked: ChatRequest) -> str:
+    """With `echo` the answer begins with the words of the assistant that it continues."""
+    last = asked.messages[-1]
+    if not asked.echo or last["role"] != "assistant":
+        return ""
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -1,0 +1,174 @@
+"""`POST /v1/completions`: one or many prompts in, text out, whole or as a stream."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.errors import RequestError
+from penstock.frontend.pipeline import Generation
+from penstock.server.body import read_json
+from penstock.server.generations import Generations
+from penstock.server.openai.logprobs import CompletionWriter, prompt_logprobs
+from penstock.server.openai.protocol import CompletionRequest, parse
+from penstock.server.openai.reply import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    Usage,
+    new_id,
+)
+from penstock.server.sse import EventStream, event, until_disconnect
+from penstock.server.state import ServerState, state_of
+from penstock.types.outputs import TextDelta, TokenLogprob
+from penstock.types.request import FinishReason
+
+
+async def completions(request: Request) -> Response | EventStream:
+    state = state_of(request)
+    asked = parse(CompletionRequest, await read_json(request))
+    if asked.echo and state.pipeline.tokenizer is None:
+        raise RequestError("unsupported", "echo needs a tokenizer, the server runs without", "echo")
+    inputs = asked.inputs()
+    num_sequences = len(inputs) * inputs[0].sampling.num_samples
+    if num_sequences > (max_queued := state.pipeline.client.info.max_queued):
+        raise RequestError(
+            "invalid_value",
+            f"{len(inputs)} prompts make {num_sequences} sequences, at most {max_queued} may be "
+            "open; send fewer at a time or raise max_queued_requests",
+            "prompt",
+        )
+    generations = await Generations.start(
+        state.pipeline, inputs, state.metrics.observe, stream=asked.stream
+    )
+    answer = _Answer(asked, state, generations)
+    if asked.stream:
+        return EventStream(answer.stream(), generations.aclose)
+    async with aclosing(generations):
+        reply = await until_disconnect(request.receive, answer.whole())
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+class _Answer:
+    """One request's answer: one id, model and time over all its chunks."""
+
+    def __init__(
+        self, asked: CompletionRequest, state: ServerState, generations: Generations
+    ) -> None:
+        self._asked = asked
+        self._generations = generations
+        self._id = new_id("cmpl")
+        self._created = int(time.time())
+        self._model = state.model_name if asked.model is None else asked.model
+        self._choices = [
+            _prompt_choices(asked, state, one, first_index=prompt * asked.n)
+            for prompt, one in enumerate(generations.running)
+        ]
+
+    async def whole(self) -> CompletionReply:
+        written = []
+        for prompt, samples in enumerate(await self._generations.collect()):
+            for sample in samples:
+                choice = self._choices[prompt][sample.index].write(sample)
+                assert choice is not None, "a finished sample is always written"
+                written.append(choice)
+        return self._reply(written, self._usage())
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        always = self._asked.streams_usage_always
+        async with aclosing(self._generations.deltas()) as deltas:
+            async for prompt, delta in deltas:
+                choice = self._choices[prompt][delta.index].write(delta)
+                if choice is not None:
+                    yield event(self._reply([choice], self._usage() if always else None))
+        if self._asked.streams_usage:
+            yield event(self._reply([], self._usage()))
+
+    def _reply(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionReply:
+        return CompletionReply(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage
+        )
+
+    def _usage(self) -> Usage:
+        counts = self._generations.usage()
+        return Usage.of(replace(counts, completion_tokens=0) if self._asked.echo_only else counts)
+
+
+def _prompt_choices(
+    asked: CompletionRequest, state: ServerState, generation: Generation, first_index: int
+) -> list["_Choice"]:
+    prompt_entries: list[TokenLogprob] = []
+    return [
+        _Choice(asked, state, generation, first_index + sample, prompt_entries)
+        for sample in range(generation.num_samples)
+    ]
+
+
+class _Choice:
+    """Writes one sample, all at once or delta by delta; the echo of its prompt comes first.
+
+    `prompt_entries` is shared by the samples of a prompt: the first one brings them.
+    """
+
+    def __init__(
+        self,
+        asked: CompletionRequest,
+        state: ServerState,
+        generation: Generation,
+        index: int,
+        prompt_entries: list[TokenLogprob],
+    ) -> None:
+        self._asked = asked
+        self._state = state
+        self._generation = generation
+        self._index = index
+        self._prompt_entries = prompt_entries
+        self._writer = CompletionWriter(state.names, asked.logprobs or 0)
+        self._begun = False
+
+    def write(self, delta: TextDelta) -> CompletionChoice | None:
+        """None while there is nothing to say."""
+        asked = self._asked
+        if delta.index == 0:
+            self._prompt_entries += delta.prompt_logprobs
+        if not self._begun and not delta.token_ids and delta.finish is None:
+            return None  # the prompt is still being read
+        choice = CompletionChoice(index=self._index, text="")
+        if asked.logprobs is not None:
+            choice.logprobs = CompletionLogprobs([], [], [], [])
+        if not self._begun:
+            self._begun = True
+            self._write_prompt(choice)
+        if not asked.echo_only:
+            choice.text += delta.text
+            choice.stop_reason = delta.stop_reason
+            if choice.logprobs is not None:
+                self._writer.write(choice.logprobs, delta.logprobs)
+            if not asked.detokenize:
+                choice.token_ids = list(delta.token_ids)
+        if delta.finish is not None:
+            finish = FinishReason.LENGTH if asked.echo_only else delta.finish
+            choice.finish_reason = finish.value
+            choice.avg_decoded_tokens_per_iter = 1.0
+        is_news = choice.text or choice.token_ids or choice.finish_reason or choice.logprobs
+        return choice if is_news else None
+
+    def _write_prompt(self, choice: CompletionChoice) -> None:
+        asked, generation = self._asked, self._generation
+        if asked.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._prompt_entries, self._state.names)
+        if not asked.echo:
+            return
+        tokenizer = self._state.pipeline.tokenizer
+        assert tokenizer is not None
+        choice.text = (
+            tokenizer.decode(generation.prompt_ids, skip_special_tokens=False)
+            if generation.prompt_text is None
+            else generation.prompt_text
+        )
+        if choice.logprobs is not None:
+            self._writer.write_prompt(choice.logprobs, generation.prompt_ids, self._prompt_entries)

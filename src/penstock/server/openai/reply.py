@@ -1,0 +1,140 @@
+"""Response shapes of the OpenAI endpoints. Field order is key order; newer fields come last.
+
+Whole replies print their nulls, as TensorRT-LLM's do; chat chunks leave them out.
+"""
+
+import uuid
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.types.outputs import Usage as UsageCounts
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptDetails
+
+    @classmethod
+    def of(cls, counts: UsageCounts) -> "Usage":
+        return cls(
+            prompt_tokens=counts.prompt_tokens,
+            total_tokens=counts.total_tokens,
+            completion_tokens=counts.completion_tokens,
+            prompt_tokens_details=PromptDetails(counts.cached_tokens),
+        )
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    token_ids: list[int] | None = None
+    logprobs: CompletionLogprobs | None = None
+    context_logits: None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    disaggregated_params: None = None
+    avg_decoded_tokens_per_iter: float | None = None
+    prompt_logprobs: list[Any] | UnsetType = UNSET
+
+
+class CompletionReply(msgspec.Struct, kw_only=True):
+    """A whole answer, and also one chunk of a stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    prompt_token_ids: None = None
+
+
+class TokenChance(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenToken(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TokenChance]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChosenToken]
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] = []
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    mm_embedding_handle: None = None
+    disaggregated_params: None = None
+    avg_decoded_tokens_per_iter: float | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatReply(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: None = None
+    prompt_logprobs: list[Any] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | UnsetType = UNSET
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
+    avg_decoded_tokens_per_iter: float | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType = UNSET
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

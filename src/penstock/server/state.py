@@ -1,0 +1,40 @@
+"""What every endpoint needs: handed to `build_app` once, read from `request.app.state`."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.requests import Request
+
+from penstock.config.schema import EngineConfig
+from penstock.frontend.pipeline import GenerationPipeline
+from penstock.metrics.collect import Metrics
+from penstock.server.openai.logprobs import TokenNames
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    pipeline: GenerationPipeline
+    model_name: str
+    metrics: Metrics
+    names: TokenNames
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def server_state(pipeline: GenerationPipeline, config: EngineConfig) -> ServerState:
+    name, client = model_name(config), pipeline.client
+    metrics = Metrics(name, lambda: client.counters, client.drain_iterations)
+    return ServerState(pipeline, name, metrics, TokenNames(pipeline.tokenizer))
+
+
+def model_name(config: EngineConfig) -> str:
+    """The served name, else the hub id, else the last part of a local folder's path."""
+    if config.served_model_name is not None:
+        return config.served_model_name
+    path = Path(config.model)
+    return path.resolve().name if path.is_dir() else config.model
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state

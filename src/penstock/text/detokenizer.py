@@ -1,0 +1,41 @@
+"""Turns the token ids of one sample into text as they arrive, never showing half a character.
+
+Every token costs the length of its own bytes, whatever came before it. A character whose bytes are
+spread over several tokens waits until it is whole. Bytes that are no UTF-8 become U+FFFD; in a
+sentencepiece-style vocabulary only those bytes do, where a decode of all ids at once would give up
+the whole run of byte tokens.
+"""
+
+import codecs
+from collections.abc import Iterable
+
+from penstock.text.tokenizer import Tokenizer
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = _UTF8(errors="replace")
+        self._at_start = True
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that is certain now."""
+        piece_of, skipped = self._tokenizer.token_bytes, self._skipped
+        pieces = [piece_of(token_id) for token_id in ids if token_id not in skipped]
+        if self._at_start:
+            self._trim_start(pieces)
+        return self._utf8.decode(b"".join(pieces))
+
+    def finish(self) -> str:
+        """What was waiting for the rest of its character."""
+        return self._utf8.decode(b"", True)
+
+    def _trim_start(self, pieces: list[bytes]) -> None:
+        for i, piece in enumerate(pieces):
+            if piece:
+                pieces[i] = self._tokenizer.trim_first(piece)
+                self._at_start = False
+                return

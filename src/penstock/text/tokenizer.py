@@ -1,0 +1,185 @@
+"""Loads a tokenizer from a local folder and turns text into ids and back.
+
+Reads tokenizer.json and what lies beside it; knows no chat template syntax (see `chat`) and nothing
+of requests that stream (see `detokenizer`).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from penstock.errors import ConfigError, RequestError
+from penstock.text.pieces import piece_rule
+
+# Real text has about four characters per token. Nothing that fits averages 64, so longer text is
+# refused before it costs seconds of tokenising.
+MAX_CHARS_PER_TOKEN = 64
+
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """One vocabulary. `special_tokens` are the named ones as text, `special_ids` all of them."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        chat_templates: dict[str, str],
+        add_bos: bool = False,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = special_tokens
+        self.chat_templates = chat_templates
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self.bos_id = self._id_of("bos_token")
+        self.pad_id = self._id_of("pad_token")
+        eos_id = self._id_of("eos_token")
+        self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+        self._rule = piece_rule(_decoder_of(backend))
+        self._pieces: dict[int, bytes] = {}
+        # Some folders ask for a BOS only in tokenizer_config.json, with a post-processor that adds
+        # none.
+        self._prepend_bos = (
+            add_bos and self.bos_id is not None and self.bos_id not in backend.encode("a").ids
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        path = folder / _FILE
+        if not path.is_file():
+            raise ConfigError(_missing(folder))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception for a file it cannot read
+            raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        named = {**_read_json(folder / "special_tokens_map.json"), **_without_none(config)}
+        special_tokens = {
+            name: content
+            for name in _NAMED_TOKENS
+            if (content := _content(named.get(name))) is not None
+        }
+        templates = _find_chat_templates(folder, config)
+        return cls(backend, special_tokens, templates, add_bos=config.get("add_bos_token") is True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        # encode_batch lets other threads run meanwhile, encode does not.
+        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[
+            0
+        ].ids
+        if add_special_tokens and self._prepend_bos:
+            assert self.bos_id is not None
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text; empty for an id the vocabulary does not have."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._backend.id_to_token(token_id)
+            piece = self._pieces[token_id] = b"" if token is None else self._rule.to_bytes(token)
+        return piece
+
+    def trim_first(self, piece: bytes) -> bytes:
+        """What a text's first piece keeps: sentencepiece-style decoders cut its leading blank."""
+        return self._rule.first(piece)
+
+    def _id_of(self, name: str) -> int | None:
+        content = self.special_tokens.get(name)
+        token_id: int | None = None if content is None else self._backend.token_to_id(content)
+        return token_id
+
+
+def check_length(text: str, max_seq_len: int) -> None:
+    """Refuse text that cannot fit, before tokenising it."""
+    max_chars = max_seq_len * MAX_CHARS_PER_TOKEN
+    if len(text) > max_chars:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {len(text)} characters; {max_seq_len} tokens fit, and text over "
+            f"{max_chars} characters is not tokenised; shorten the prompt or raise max_seq_len",
+            "prompt",
+        )
+
+
+def _decoder_of(backend: tokenizers.Tokenizer) -> Any:
+    return None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+
+
+def _missing(folder: Path) -> str:
+    if (folder / "tokenizer.model").is_file():
+        return (
+            f"{folder} has a sentencepiece tokenizer.model but no {_FILE}; convert it once with "
+            "transformers (AutoTokenizer.from_pretrained(folder).save_pretrained(folder)), or "
+            "name a folder that has one with --tokenizer"
+        )
+    return (
+        f"{folder} has no {_FILE}; name a folder or model that has one with --tokenizer, or set "
+        "skip_tokenizer_init: true to work with token ids only"
+    )
+
+
+def _find_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Name -> template. A file of its own beats tokenizer_config.json."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return {"default": jinja.read_text(encoding="utf8")}
+    given = _read_json(folder / "chat_template.json").get(
+        "chat_template", config.get("chat_template")
+    )
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {"default": given}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in given}
+    except (TypeError, KeyError) as error:
+        raise ConfigError(
+            f"chat_template in {folder} must be a string or a list of {{name, template}}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def _without_none(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as text or as {"content": text, ...}."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,95 @@
+"""Checkpoint names -> parameter names, as tables of rules. Knows names only, no tensors."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint tensor goes: `part` counts within the tensors fused into one parameter."""
+
+    parameter: str
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    into: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    suffix: str
+
+
+Rule = Rename | Fuse | Skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    table: tuple[Rule, ...]
+
+    def __add__(self, other: "Rules") -> "Rules":
+        return Rules(self.table + other.table)
+
+    def target(self, name: str) -> Target | None:
+        """Where the tensor called `name` goes; None when it is not needed."""
+        part = 0
+        for rule in self.table:
+            match rule:
+                case Skip(suffix) if _has(name, suffix, at_end=True):
+                    return None
+                case Rename(old, new) if _has(name, old):
+                    name = _replace(name, old, new)
+                case Fuse(into, parts):
+                    for index, source in enumerate(parts):
+                        if _has(name, source):
+                            name, part = _replace(name, source, into), index
+                            break
+        return Target(name, part)
+
+
+def rules(*table: Rule) -> Rules:
+    """Rules are tried in order, each on what the ones before it made of the name."""
+    return Rules(table)
+
+
+def rename(old: str, new: str) -> Rename:
+    """`old` stands for whole dot-separated words, anywhere in the name."""
+    return Rename(old, new)
+
+
+def fuse(into: str, parts: tuple[str, ...]) -> Fuse:
+    """The tensors called `parts` lie one after the other in the parameter called `into`."""
+    return Fuse(into, parts)
+
+
+def skip(suffix: str) -> Skip:
+    """Tensors whose name ends in `suffix` are left in the file."""
+    return Skip(suffix)
+
+
+def _has(name: str, words: str, at_end: bool = False) -> bool:
+    return f".{words}." in f".{name}." if not at_end else f".{name}".endswith(f".{words}")
+
+
+def _replace(name: str, words: str, by: str) -> str:
+    return f".{name}.".replace(f".{words}.", f".{by}.", 1).strip(".")
+
+
+# What decoder checkpoints call the parts of `layers.decoder.Decoder`.
+DECODER_NAMES = rules(
+    rename("model.embed_tokens", "embed"),
+    rename("model.layers", "layers"),
+    rename("model.norm", "norm"),
+    rename("lm_head", "head"),
+    rename("self_attn", "attention"),
+    rename("input_layernorm", "input_norm"),
+    rename("post_attention_layernorm", "post_norm"),
+)

@@ -1,0 +1,145 @@
+"""Same tokens and logits as transformers, through the server, on every path a request can take.
+
+Each run proves from the engine's own counters that its path was really taken.
+"""
+
+import concurrent.futures
+
+import pytest
+import torch
+from server_process import Server
+from tiny_models import make_checkpoint, reference_model
+
+NUM_TOKENS = 64
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64
+)
+LONG = dict(max_position_embeddings=256)
+MODELS = {
+    "llama-default": ("llama", LONG),
+    "llama-linear": (
+        "llama",
+        LONG | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama-dynamic": (
+        "llama",
+        LONG | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama-llama3-tied": ("llama", LONG | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-yarn": ("llama", LONG | {"rope_parameters": YARN}),
+    "llama-bias": ("llama", LONG | {"attention_bias": True, "mlp_bias": True, "config_style": 4}),
+    "mistral-window": ("mistral", LONG | {"sliding_window": 24}),
+    "qwen2": ("qwen2", LONG),
+    "qwen3": ("qwen3", LONG | {"head_dim": 32}),
+}
+PLAIN = dict(dtype="float32", max_num_tokens=2048, disable_overlap_scheduler=True)
+# 16 blocks of 16 tokens: three sequences of 64 + 64 do not fit together.
+TIGHT = dict(
+    dtype="float32", max_num_tokens=24, max_batch_size=16, disable_overlap_scheduler=False,
+    kv_cache_config={"max_tokens": 256, "tokens_per_block": 16},
+)  # fmt: skip
+
+
+class Case:
+    """A checkpoint, prompts, and what transformers makes of them."""
+
+    def __init__(self, folder, arch, fields):
+        self.folder = make_checkpoint(folder, arch, **fields)
+        self.model = reference_model(self.folder)
+        generator = torch.Generator().manual_seed(7)
+        vocab = self.model.config.vocab_size
+        self.prompts = [
+            torch.randint(10, vocab, (n,), generator=generator).tolist() for n in (50, 7, 33, 64, 1)
+        ]
+        self.expected = [self._generate(prompt) for prompt in self.prompts]
+        self.logprobs = [self._logprobs(p + new) for p, new in zip(self.prompts, self.expected)]
+
+    @torch.inference_mode()
+    def _generate(self, prompt):
+        out = self.model.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+        return out[0, len(prompt) :].tolist()
+
+    @torch.inference_mode()
+    def _logprobs(self, text):
+        return self.model(torch.tensor([text])).logits[0].log_softmax(-1)
+
+    def check(self, server, index, **fields):
+        """One request: 64 greedy tokens identical, log-probabilities of prompt and output within 1e-4."""
+        prompt, expected = self.prompts[index], self.expected[index]
+        reply = server.post(
+            "/v1/completions", model="m", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,
+            ignore_eos=True, detokenize=False, logprobs=1, **fields,
+        )  # fmt: skip
+        choice = reply["choices"][0]
+        assert choice["token_ids"] == expected
+        truth = self.logprobs[index]
+        at = torch.arange(len(prompt) - 1, len(prompt) - 1 + NUM_TOKENS)
+        ours = torch.tensor(choice["logprobs"]["token_logprobs"][-NUM_TOKENS:])
+        torch.testing.assert_close(ours, truth[at, torch.tensor(expected)], atol=1e-4, rtol=0)
+        for position, entry in enumerate(choice.get("prompt_logprobs") or [None]):
+            for token_id, told in (entry or {}).items():
+                theirs = truth[position - 1, int(token_id)].item()
+                assert abs(told["logprob"] - theirs) < 1e-4, (position, token_id)
+        return reply
+
+    def check_all(self, server, repeat=1, **fields):
+        """All prompts at once."""
+        indices = list(range(len(self.prompts))) * repeat
+        with concurrent.futures.ThreadPoolExecutor(len(indices)) as pool:
+            list(pool.map(lambda i: self.check(server, i, **fields), indices))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request, tmp_path_factory):
+    arch, fields = MODELS[request.param]
+    return Case(tmp_path_factory.mktemp(request.param), arch, fields)
+
+
+def test_single_batched_and_prefix_hits(case):
+    with Server(case.folder, **PLAIN) as server:
+        case.check(server, 0, prompt_logprobs=20)
+        single = server.counters()
+        assert single["steps"] == NUM_TOKENS and single["prefix_hit_tokens"] == 0
+        assert single["prefill_chunks"] == 1 and single["max_steps_in_flight"] == 1
+        case.check_all(server, prompt_logprobs=20)
+        batched = server.counters()
+        assert batched["steps"] - single["steps"] < 3 * NUM_TOKENS, "requests ran one by one"
+        assert batched["prefix_hit_tokens"] == 0, "scored prompts are computed"
+        reply = case.check(server, 3)
+        hit = server.counters()["prefix_hit_tokens"] - batched["prefix_hit_tokens"]
+        assert hit == reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 63
+        assert server.counters()["used_blocks"] == 0
+
+
+def test_chunked_overlapped_and_preempted(case):
+    with Server(case.folder, **TIGHT) as server:
+        case.check(server, 0, prompt_logprobs=20)
+        alone = server.counters()
+        assert alone["prefill_chunks"] == 3 and alone["max_steps_in_flight"] == 2
+        assert alone["preemptions"] == 0
+        case.check_all(server, repeat=2)
+        crowded = server.counters()
+        assert crowded["preemptions"] >= 1
+        assert crowded["prefix_hit_tokens"] > 0
+        assert crowded["used_blocks"] == 0
+
+
+def test_two_ranks(case):
+    with Server(case.folder, "--tp_size", "2", device="cpu", **PLAIN) as server:
+        case.check(server, 0, prompt_logprobs=20)
+        case.check_all(server)
+        first, second = server.version()["rank_weight_bytes"]
+        total = sum(p.numel() * 4 for p in case.model.parameters())
+        norms = sum(p.numel() * 4 for n, p in case.model.named_parameters() if "norm" in n)
+        biases = sum(p.numel() * 4 for n, p in case.model.named_parameters() if "bias" in n)
+        assert first == second
+        # Matrices and the (padded) vocabulary are halved; norms and some biases are on both.
+        assert first <= (total - norms - biases) / 2 + norms + biases + 64 * 2 * 4 * 64
+        assert server.counters()["used_blocks"] == 0

@@ -1,0 +1,161 @@
+"""Many clients, clients that leave, and an engine that dies: every request ends, nothing is left behind."""
+
+import asyncio
+import os
+import signal
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+from server_process import Server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("tiny", max_batch_size=32) as server:
+        yield server
+
+
+def test_two_hundred_streaming_clients_are_all_answered_and_the_pool_is_empty_afterwards(server):
+    async def one(client: openai.AsyncOpenAI, i: int) -> int:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": f"Tell me about the number {i}."}],
+            max_tokens=16 + i % 17,
+            temperature=i % 2,
+            seed=i,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        usage, finish = None, None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            if chunk.choices and chunk.choices[0].finish_reason:
+                finish = chunk.choices[0].finish_reason
+        assert finish == "length"
+        assert usage.completion_tokens == 16 + i % 17
+        return usage.completion_tokens
+
+    async def run() -> list[int]:
+        limits = httpx.Limits(max_connections=256)
+        http = httpx.AsyncClient(limits=limits, timeout=120)
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0
+        ) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(200)))
+
+    before = server.counters()
+    counts = asyncio.run(run())
+    after = server.counters()
+    assert len(counts) == 200
+    assert after["generated_tokens"] - before["generated_tokens"] == sum(counts)
+    assert after["finished"] - before["finished"] == 200
+    assert after["used_blocks"] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_request_within_a_second(server, stream):
+    body = {
+        "model": "tiny", "prompt": "A long story", "max_tokens": 7000, "ignore_eos": True,
+        "stream": stream,
+    }  # fmt: skip
+    aborted = server.counters()["aborted"]
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=30) as client:
+            request = asyncio.create_task(_read(client, f"{server.url}/v1/completions", body))
+            await asyncio.sleep(1.0)
+            request.cancel()
+
+    asyncio.run(leave())
+    left = time.monotonic()
+    while _gauge(server, "running"):
+        assert time.monotonic() - left < 1.5, "the request still runs"  # counters come every 0.25 s
+        time.sleep(0.05)
+    counters = server.counters()
+    assert counters["aborted"] == aborted + 1
+    assert counters["used_blocks"] == 0
+
+
+async def _read(client: httpx.AsyncClient, url: str, body: dict) -> None:
+    async with client.stream("POST", url, json=body) as reply:
+        async for _ in reply.aiter_raw():
+            pass
+
+
+def _gauge(server: Server, name: str) -> float:
+    text = httpx.get(f"{server.url}/prometheus/metrics").text
+    line = next(line for line in text.splitlines() if line.startswith(f"penstock_{name}{{"))
+    return float(line.rsplit(" ", 1)[1])
+
+
+def test_equal_seeds_give_equal_text_alone_and_in_a_crowd(server):
+    def ask(seed: int) -> str:
+        reply = server.post(
+            "/v1/completions", model="tiny", prompt="The river", max_tokens=24, seed=seed,
+            temperature=1.0, ignore_eos=True,
+        )  # fmt: skip
+        return reply["choices"][0]["text"]
+
+    alone = ask(11)
+    reply = server.post(
+        "/v1/completions", model="tiny", prompt=["The river"] * 9 + ["A valve"], max_tokens=24,
+        seed=11, temperature=1.0, ignore_eos=True, n=2,
+    )  # fmt: skip
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert texts[0] == alone
+    assert ask(12) != alone
+
+
+def test_samples_of_one_prompt_share_its_cache_and_differ(server):
+    before = server.counters()
+    reply = server.post(
+        "/v1/completions", model="tiny", prompt="A sentence of some length. " * 20, max_tokens=24,
+        n=4, temperature=1.0, ignore_eos=True, seed=3,
+    )  # fmt: skip
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert len({choice["text"] for choice in reply["choices"]}) > 1
+    hits = server.counters()["prefix_hit_tokens"] - before["prefix_hit_tokens"]
+    assert hits >= 3 * 64
+
+
+def test_a_killed_engine_ends_its_requests_and_the_server():
+    with Server("tiny") as server:
+        children = psutil.Process(server.process.pid).children()
+        engine = next(p for p in children if "penstock.engine_process" in p.cmdline())
+
+        async def run() -> str:
+            async with httpx.AsyncClient(timeout=30) as client:
+                body = {"model": "m", "prompt": "x", "max_tokens": 7000, "ignore_eos": True}
+                request = asyncio.create_task(
+                    client.post(f"{server.url}/v1/completions", json=body)
+                )
+                await asyncio.sleep(1.0)
+                os.kill(engine.pid, signal.SIGKILL)
+                try:
+                    return str((await request).status_code)
+                except httpx.HTTPError as error:
+                    return type(error).__name__
+
+        assert asyncio.run(run()) in ("500", "503")
+        assert server.process.wait(30) != 0, "a supervisor must see that it failed"
+
+
+def test_an_interrupted_server_leaves_no_process_behind():
+    with Server("tiny", "--tp_size", "2", device="cpu") as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(family) == 2
+        assert server.stop() == 0
+    gone, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+def test_a_killed_http_process_takes_its_engine_along():
+    with Server("tiny") as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.kill()
+        gone, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive

@@ -1,0 +1,437 @@
+"""Checks every Triton kernel against its reference on this GPU, then times it against its limit.
+
+    PYTHONPATH=src python tests/gpu/kernel_times.py [results.json]
+
+Times are of launches inside a CUDA graph. Decodes walk through disjoint blocks larger than the
+L2, so that keys and values come from device memory.
+"""
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+from op_cases import OP_CASES, AttentionCase, angles, gpu_attention_cases, make_attention
+
+from penstock.kernels.activation import triton as activation
+from penstock.kernels.attention.backend import get_backend
+from penstock.kernels.attention.triton_decode import DecodeConfig, decode
+from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill
+from penstock.kernels.gather.triton import decode_inputs_triton
+from penstock.kernels.kv_write.triton import kv_write_triton
+from penstock.kernels.norm import triton as norm
+from penstock.kernels.rope import triton as rope
+from penstock.kernels.tolerances import tolerance
+
+READ_TBPS, COPY_TBPS, GEMM_TFLOPS = 4.52, 4.28, 745.0  # an H200, measured
+L2_BYTES = 60 << 20
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 32  # Llama-8B
+DEVICE = torch.device("cuda")
+NUM_WORKERS = 8
+
+DECODE_CONFIGS = [
+    DecodeConfig(),
+    DecodeConfig(num_stages=3),
+    DecodeConfig(num_stages=7),
+    DecodeConfig(tile=32),
+    DecodeConfig(tile=32, num_stages=7),
+    DecodeConfig(tile=128, num_stages=3),
+    DecodeConfig(tile=128, num_warps=8),
+    DecodeConfig(num_warps=2),
+    DecodeConfig(programs=1024),
+    DecodeConfig(programs=4096),
+    DecodeConfig(min_span=256),
+    DecodeConfig(min_span=64, max_splits=64),
+]
+PREFILL_CONFIGS = [
+    PrefillConfig(),
+    PrefillConfig(num_stages=5),
+    PrefillConfig(num_stages=2),
+    PrefillConfig(tile=128),
+    PrefillConfig(tile=128, num_stages=2),
+    PrefillConfig(tile=32, num_stages=5),
+    PrefillConfig(rows=64, num_warps=4),
+    PrefillConfig(rows=64, num_warps=4, num_stages=5),
+    PrefillConfig(rows=64, tile=128, num_warps=4),
+]
+DECODE_SHAPES = [(batch, kv) for batch in (1, 32, 256) for kv in (1024, 2048, 8192)]
+PREFILL_SHAPES = [(1, 8192), (8, 1024)]
+
+
+# Checks: one (name, dtype) -> largest error, over a few processes because compiling takes the time.
+
+
+def check_attention(job: tuple[AttentionCase, torch.dtype]) -> tuple[str, bool, float]:
+    case, dtype = job
+    args = make_attention(case, dtype, DEVICE)
+    name = f"attention {case} {dtype}"
+    copy = args.copy()
+    expected = get_backend("reference").run(*copy.unpack())
+    return compare(name, lambda: get_backend("triton").run(*args.unpack()), expected, dtype)
+
+
+def check_op(job: tuple[int, torch.dtype]) -> tuple[str, bool, float]:
+    index, dtype = job
+    case = OP_CASES[index]
+    torch.manual_seed(0)
+    args = case.make(dtype, DEVICE)
+    copies = tuple(a.clone() if i in case.mutated else a for i, a in enumerate(args))
+
+    def outputs(result: Any, args: tuple[Any, ...]) -> Tensor:
+        results = result if isinstance(result, tuple) else (result,)
+        kept = [x for x in results if x is not None] + [args[i] for i in case.mutated]
+        return torch.cat([x.flatten().to(torch.float64) for x in kept])
+
+    expected = outputs(case.op.reference(*args), args)
+    run = case.op.implementations()["triton"].run
+    return compare(f"op {case} {dtype}", lambda: outputs(run(*copies), copies), expected, dtype)
+
+
+def compare(
+    name: str, run: Callable[[], Tensor], expected: Tensor, dtype: torch.dtype
+) -> tuple[str, bool, float]:
+    try:
+        actual, expected = run().double(), expected.double()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{name}: {type(error).__name__} {str(error)[:300]}", False, float("inf")
+    close = tolerance(dtype)
+    error_max = (actual - expected).abs().nan_to_num(nan=float("inf")).max().item()
+    is_close = torch.allclose(actual, expected, atol=close.atol, rtol=close.rtol)
+    return name, is_close, error_max
+
+
+def warm(job: DecodeConfig | PrefillConfig) -> tuple[str, bool, float]:
+    """Compile a timed configuration into Triton's cache on disk."""
+    try:
+        if isinstance(job, DecodeConfig):
+            for batch in (1, 256):
+                DecodeRun(batch, 512).launch(job, 0)
+        else:
+            PrefillRun(1, 512).launch(job)
+        torch.cuda.synchronize()
+    except triton.runtime.errors.OutOfResources as error:
+        return f"{job}: {error}", True, 0.0
+    return f"compiled {job}", True, 0.0
+
+
+def perform(job: tuple[Callable[[Any], tuple[str, bool, float]], Any]) -> tuple[str, bool, float]:
+    check, argument = job
+    return check(argument)
+
+
+def run_checks() -> dict[str, Any]:
+    half = (torch.bfloat16, torch.float16)
+    attention = list(gpu_attention_cases())
+    jobs: list[tuple[Callable[[Any], tuple[str, bool, float]], Any]] = []
+    jobs += [(warm, config) for config in (*DECODE_CONFIGS, *PREFILL_CONFIGS)]
+    jobs += [(check_attention, (case, torch.bfloat16)) for case in attention]
+    jobs += [
+        (check_attention, (case, torch.float16)) for case in attention if case.head_size == 128
+    ]
+    jobs += [(check_op, (i, dtype)) for i in range(len(OP_CASES)) for dtype in half]
+    with multiprocessing.get_context("spawn").Pool(NUM_WORKERS) as pool:
+        results = pool.map(perform, jobs, chunksize=3)
+    failed = [(name, error) for name, ok, error in results if not ok]
+    for name, error in failed:
+        print(f"FAIL {name}: largest error {error:.3g}")
+    worst: dict[str, float] = {}
+    for name, ok, error in results:
+        if ok and not name.startswith("compiled"):
+            kind = " ".join((name.split("-")[0], name.split(" ")[-1]))
+            worst[kind] = max(worst.get(kind, 0.0), error)
+    for kind, error in worst.items():
+        print(f"  {kind:45s} largest error {error:.2e}")
+    print(f"checks: {len(results) - len(failed)} of {len(results)} passed")
+    return {"passed": len(results) - len(failed), "failed": failed, "largest_error": worst}
+
+
+# Times.
+
+
+def time_graph_us(launches: list[Callable[[], Any]], budget_ms: float = 25.0) -> float:
+    """Mean time of one launch when all of them follow each other in one graph."""
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    repeats = max(2, min(200, int(budget_ms / max(start.elapsed_time(end), 1e-3))))
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats / len(launches) * 1e3
+
+
+def pool_of(num_blocks: int) -> tuple[Tensor, Tensor]:
+    shape = (num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    k, v = (torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(2))
+    return k, v
+
+
+class DecodeRun:
+    """Decode attention of `batch` sequences; each layer has its own blocks, scattered."""
+
+    def __init__(self, batch: int, kv_len: int) -> None:
+        self.kv_bytes = batch * kv_len * KV_HEADS * HEAD_SIZE * 2 * 2
+        self.num_layers = max(1, min(64, -(-4 * L2_BYTES // self.kv_bytes)))
+        width = kv_len // BLOCK_SIZE
+        num_blocks = self.num_layers * batch * width
+        self.k, self.v = pool_of(num_blocks + 1)
+        blocks = torch.randperm(num_blocks, device=DEVICE).int() + 1
+        self.tables = blocks.view(self.num_layers, batch, width)
+        self.rows = torch.arange(batch, dtype=torch.int32, device=DEVICE)
+        self.kv_lens = torch.full((batch,), kv_len, dtype=torch.int32, device=DEVICE)
+        self.q = torch.randn(batch, HEADS, HEAD_SIZE, device=DEVICE).bfloat16()
+        self.out = torch.empty_like(self.q)
+
+    def launch(self, config: DecodeConfig, layer: int) -> None:
+        decode(
+            self.q, self.k, self.v, self.rows, self.kv_lens, self.tables[layer], self.out,
+            HEAD_SIZE**-0.5, None, 131072, config,
+        )  # fmt: skip
+
+    def times(self, configs: list[DecodeConfig]) -> list[tuple[DecodeConfig, float]]:
+        times = []
+        for config in configs:
+            launches = [lambda c=config, i=i: self.launch(c, i) for i in range(self.num_layers)]
+            try:
+                times.append((config, time_graph_us(launches)))
+            except triton.runtime.errors.OutOfResources:
+                continue
+        return times
+
+
+class PrefillRun:
+    """Prefill attention of `batch` fresh prompts of `length` tokens."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.batch, self.length = batch, length
+        self.flops = 4 * HEADS * HEAD_SIZE * batch * length * (length + 1) / 2
+        width = length // BLOCK_SIZE
+        self.k, self.v = pool_of(batch * width + 1)
+        self.table = (torch.randperm(batch * width, device=DEVICE).int() + 1).view(batch, width)
+        self.rows = torch.arange(batch, dtype=torch.int32, device=DEVICE)
+        self.starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * length
+        self.kv_lens = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+        self.q = torch.randn(batch * length, HEADS, HEAD_SIZE, device=DEVICE).bfloat16()
+        self.out = torch.empty_like(self.q)
+
+    def launch(self, config: PrefillConfig) -> None:
+        prefill(
+            self.q, self.k, self.v, self.rows, self.starts, self.kv_lens, self.table, self.out,
+            HEAD_SIZE**-0.5, None, 0, self.length, config,
+        )  # fmt: skip
+
+    def times(self, configs: list[PrefillConfig]) -> list[tuple[PrefillConfig, float]]:
+        times = []
+        for config in configs:
+            try:
+                times.append((config, time_graph_us([lambda c=config: self.launch(c)] * 2)))
+            except triton.runtime.errors.OutOfResources:
+                continue
+        return times
+
+    def torch_times(self) -> dict[str, float]:
+        """torch's own kernels on contiguous keys and values, for orientation."""
+        shape = (self.batch, KV_HEADS, self.length, HEAD_SIZE)
+        q = self.q.view(self.batch, self.length, HEADS, HEAD_SIZE).transpose(1, 2).contiguous()
+        k, v = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2))
+        times = {}
+        for name, kind in (
+            ("cudnn", SDPBackend.CUDNN_ATTENTION),
+            ("flash", SDPBackend.FLASH_ATTENTION),
+        ):
+
+            def launch() -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+            try:
+                with sdpa_kernel(kind):
+                    times[name] = time_graph_us([launch] * 2)
+            except RuntimeError as error:
+                print(f"  torch {name}: {str(error)[:200]}")
+        return times
+
+
+def show(config: DecodeConfig | PrefillConfig) -> str:
+    default = asdict(type(config)())
+    return ", ".join(f"{k}={v}" for k, v in asdict(config).items() if v != default[k]) or "default"
+
+
+def time_decode() -> list[dict[str, Any]]:
+    print("\ndecode attention, 32 query heads, 8 kv heads, head size 128, bf16")
+    rows = []
+    for batch, kv_len in DECODE_SHAPES:
+        run = DecodeRun(batch, kv_len)
+        floor_us = run.kv_bytes / READ_TBPS / 1e6
+        times = sorted(run.times(DECODE_CONFIGS), key=lambda pair: pair[1])
+        for rank, (config, us) in enumerate(times):
+            rows.append(dict(batch=batch, kv_len=kv_len, config=asdict(config), us=us))
+            if rank < 3 or config == DECODE_CONFIGS[0]:
+                tbps = run.kv_bytes / us / 1e6
+                print(
+                    f"  batch {batch:3d} kv {kv_len:5d}: {us:8.1f} us, floor {floor_us:7.1f}, "
+                    f"{tbps:.2f} TB/s = {tbps / READ_TBPS:4.0%}  {show(config)}"
+                )
+        del run
+        torch.cuda.empty_cache()
+    print("  best time over time, mean of all shapes, by configuration:")
+    for config in DECODE_CONFIGS:
+        mine = [r for r in rows if r["config"] == asdict(config)]
+        if len(mine) == len(DECODE_SHAPES):
+            best = [min(r["us"] for r in rows if same_shape(r, m)) / m["us"] for m in mine]
+            print(f"    {sum(best) / len(best):4.0%}  {show(config)}")
+    return rows
+
+
+def same_shape(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return (a["batch"], a["kv_len"]) == (b["batch"], b["kv_len"])
+
+
+def time_prefill() -> list[dict[str, Any]]:
+    print("\nprefill attention, same heads, causal, fresh prompts")
+    rows = []
+    for batch, length in PREFILL_SHAPES:
+        run = PrefillRun(batch, length)
+        times: list[tuple[str, float]] = [
+            (f"triton {show(config)}", us) for config, us in run.times(PREFILL_CONFIGS)
+        ]
+        times += [(f"torch {name}", us) for name, us in run.torch_times().items()]
+        for name, us in sorted(times, key=lambda pair: pair[1]):
+            tflops = run.flops / us / 1e6
+            share = tflops / GEMM_TFLOPS
+            print(f"  {batch}x{length}: {us:8.1f} us, {tflops:4.0f} TFLOP/s = {share:4.0%}  {name}")
+            rows.append(dict(batch=batch, length=length, name=name, us=us, tflops=tflops))
+        del run
+        torch.cuda.empty_cache()
+    return rows
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).bfloat16()
+
+
+def small_ops(num_tokens: int) -> list[tuple[str, int, Callable[[], Any]]]:
+    """(name, bytes read and written, launch) of the ops around the GEMMs of a Llama-8B layer."""
+    size, features, rows = 4096, 14336, num_tokens
+    x, residual, weight = bf16(rows, size), bf16(rows, size), bf16(size)
+    gate_up = bf16(rows, 2 * features)
+    qkv = bf16(rows, HEADS + 2 * KV_HEADS, HEAD_SIZE)
+    q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    table = angles(8192, HEAD_SIZE, DEVICE)
+    positions = torch.randint(0, 8192, (rows,), device=DEVICE)
+    k_cache, v_cache = pool_of(rows // BLOCK_SIZE + 2)
+    slots = torch.randperm((rows // BLOCK_SIZE + 2) * BLOCK_SIZE, device=DEVICE)[:rows]
+    head_weight = bf16(HEAD_SIZE)
+    norm_bytes, kv_bytes = rows * size * 2, rows * 2 * KV_HEADS * HEAD_SIZE * 2
+    rope_bytes = rows * (HEADS + KV_HEADS) * HEAD_SIZE * 2 * 2
+    ops: list[tuple[str, int, Callable[[], Any]]] = [
+        ("rms_norm", 2 * norm_bytes, lambda: norm.rms_norm_triton(x, weight, 1e-5)),
+        ("head norm", 2 * norm_bytes, lambda: norm.rms_norm_triton(q, head_weight, 1e-5)),
+        (
+            "add_rms_norm",
+            4 * norm_bytes,
+            lambda: norm.add_rms_norm_triton(x, residual, weight, 1e-5),
+        ),
+        ("silu_mul", rows * features * 6, lambda: activation.silu_mul_triton(gate_up)),
+        ("rope", rope_bytes, lambda: rope.rope_triton(q, k, table, positions)),
+        ("kv_write", 2 * kv_bytes, lambda: kv_write_triton(k, v, k_cache, v_cache, slots)),
+        (
+            "rope_kv_write",
+            rope_bytes + kv_bytes,
+            lambda: rope.rope_kv_write_triton(q, k, v, table, positions, k_cache, v_cache, slots),
+        ),
+    ]
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    for warps in (4, 8, 16):
+        ops.append((
+            f"  add_rms_norm warps={warps}",
+            4 * norm_bytes,
+            lambda w=warps: norm._add_rms_norm[(rows,)](
+                x, residual, weight, out, total, size, size, 1e-5,
+                D=size, BLOCK_D=size, num_warps=w,
+            ),
+        ))  # fmt: skip
+    activated = torch.empty(rows, features, device=DEVICE, dtype=torch.bfloat16)
+    for block, warps in ((512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)):
+        ops.append((
+            f"  silu_mul block={block} warps={warps}",
+            rows * features * 6,
+            lambda b=block, w=warps: activation._silu_mul[(rows, triton.cdiv(features, b))](
+                gate_up, activated, 2 * features, features, BLOCK=b, num_warps=w
+            ),
+        ))  # fmt: skip
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    for heads, warps in ((2, 1), (4, 2), (8, 2), (8, 4), (16, 4), (32, 8)):
+        grid = (rows, triton.cdiv(HEADS, heads) + triton.cdiv(KV_HEADS, heads))
+        ops.append((
+            f"  rope heads={heads} warps={warps}",
+            rope_bytes,
+            lambda g=grid, h=heads, w=warps: rope._rope[g](
+                q, k, v, table, positions, slots, q_out, k_out, k_out,
+                q.stride(0), k.stride(0), v.stride(0), 0,
+                H=HEADS, K=KV_HEADS, D=HEAD_SIZE, ROT=HEAD_SIZE, S=1, BLOCK_D=HEAD_SIZE,
+                HEADS=h, TO_CACHE=False, num_warps=w,
+            ),
+        ))  # fmt: skip
+    return ops
+
+
+def time_small_ops() -> list[dict[str, Any]]:
+    print(f"\nops around the GEMMs, Llama-8B, bf16; the limit of a copy is {COPY_TBPS} TB/s")
+    rows = []
+    for num_tokens in (1, 256, 8192):
+        for name, num_bytes, launch in small_ops(num_tokens):
+            if num_tokens == 256 and name.startswith(" "):
+                continue
+            us = time_graph_us([launch] * 10, budget_ms=10.0)
+            tbps = num_bytes / us / 1e6
+            print(f"  {num_tokens:4d} tokens {name:30s} {us:8.2f} us {tbps:6.2f} TB/s")
+            rows.append(dict(tokens=num_tokens, name=name.strip(), us=us, tbps=tbps))
+    entries = torch.arange(256, dtype=torch.int32, device=DEVICE)
+    tokens, table = entries.long(), torch.zeros(256, 4096, dtype=torch.int32, device=DEVICE)
+    us = time_graph_us([lambda: decode_inputs_triton(entries, tokens, entries, table, 32)] * 10)
+    print(f"   256 entries decode_inputs {us:6.2f} us")
+    rows.append(dict(tokens=256, name="decode_inputs", us=us, tbps=0.0))
+    return rows
+
+
+def main() -> None:
+    began = time.monotonic()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
+    results: dict[str, Any] = {"checks": run_checks()}
+    print(f"checked after {time.monotonic() - began:.0f} s")
+    for name, measure in (
+        ("decode", time_decode), ("prefill", time_prefill), ("ops", time_small_ops)
+    ):  # fmt: skip
+        results[name] = measure()
+    print(f"\ndone after {time.monotonic() - began:.0f} s")
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+    sys.exit(1 if results["checks"]["failed"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Real and made-up config.json files are read as transformers reads them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from penstock.errors import ConfigError
+from penstock.models.registry import build_model, supported_architectures
+from penstock.models.spec import parse_model_spec
+
+REAL = Path(__file__).parents[3] / "shared" / "configs"
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
+
+
+def parse(folder, overrides=None, generation=None, **fields):
+    (folder / "config.json").write_text(json.dumps(BASE | fields))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return parse_model_spec(folder, overrides)
+
+
+def real_configs() -> list[str]:
+    return sorted(path.parent.name for path in REAL.glob("*/config.json"))
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="real configs are not here")
+@pytest.mark.parametrize("name", real_configs())
+def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
+    config = json.loads((REAL / name / "config.json").read_text())
+    if config["architectures"][0] not in supported_architectures():
+        with pytest.raises(ConfigError, match=config["architectures"][0]):
+            parse_model_spec(REAL / name)
+        return
+    spec, theirs = parse_model_spec(REAL / name), AutoConfig.from_pretrained(REAL / name)
+    assert spec.architecture == config["architectures"][0]
+    assert spec.vocab_size == theirs.vocab_size
+    assert spec.hidden_size == theirs.hidden_size
+    assert spec.intermediate_size == theirs.intermediate_size
+    assert spec.num_layers == theirs.num_hidden_layers
+    assert spec.num_heads == theirs.num_attention_heads
+    assert spec.num_kv_heads == theirs.num_key_value_heads
+    default_head_size = theirs.hidden_size // theirs.num_attention_heads
+    assert spec.head_size == (getattr(theirs, "head_dim", None) or default_head_size)
+    assert spec.max_position == theirs.max_position_embeddings
+    assert spec.norm_eps == theirs.rms_norm_eps
+    assert spec.rope.kind == theirs.rope_parameters["rope_type"]
+    assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert spec.rope.factor == theirs.rope_parameters.get("factor", 1.0)
+    assert spec.tie_embeddings == theirs.tie_word_embeddings
+    assert spec.dtype == str(theirs.dtype).removeprefix("torch.")
+    eos = theirs.eos_token_id
+    assert spec.eos_token_ids == tuple(eos if isinstance(eos, list) else [eos])
+    assert spec.layer_windows == (None,) * spec.num_layers
+    assert bool(spec.quantization) == (REAL / name / "hf_quant_config.json").is_file()
+
+
+def test_fields_left_out_have_the_defaults_of_their_model_type(tmp_path):
+    llama = parse(tmp_path)
+    assert (llama.num_kv_heads, llama.head_size, llama.max_position) == (8, 8, 2048)
+    assert (llama.bos_token_id, llama.eos_token_ids) == (1, (2,))
+    assert not llama.attention_bias and not llama.tie_embeddings
+    fields = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    mistral = parse(tmp_path, **fields)
+    assert mistral.layer_windows == (4096,) * 4
+    assert parse(tmp_path, **fields, sliding_window=None).layer_windows == (None,) * 4
+    qwen2 = parse(
+        tmp_path, architectures=["Qwen2ForCausalLM"], model_type="qwen2", num_key_value_heads=4
+    )
+    assert qwen2.attention_bias and not qwen2.attention_out_bias
+    assert (qwen2.max_position, qwen2.eos_token_ids) == (32768, ())
+    qwen3 = parse(
+        tmp_path, architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_key_value_heads=4
+    )
+    assert qwen3.qk_norm and qwen3.head_size == 128 and not qwen3.attention_bias
+
+
+def test_architecture_follows_from_the_model_type_where_none_is_named(tmp_path):
+    assert parse(tmp_path, architectures=None).architecture == "LlamaForCausalLM"
+
+
+def test_both_generations_of_rope_fields_mean_the_same(tmp_path):
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    four = parse(tmp_path, rope_theta=5e5, rope_scaling=scaling | {"rope_type": "llama3"})
+    five = parse(tmp_path, rope_parameters=scaling | {"rope_type": "llama3", "rope_theta": 500000})
+    oldest = parse(tmp_path, rope_theta=5e5, rope_scaling=scaling | {"type": "llama3"})
+    assert four == five == oldest
+    assert (four.rope.kind, four.rope.theta, four.rope.original_max_position) == (
+        "llama3",
+        5e5,
+        256,
+    )
+
+
+def test_scaled_rope_says_how_far_it_reaches(tmp_path):
+    def reach(**scaling):
+        return parse(tmp_path, max_position_embeddings=1000, rope_scaling=scaling).max_position
+
+    assert reach(type="linear", factor=4.0) == 4000
+    assert reach(type="yarn", factor=4.0, original_max_position_embeddings=1000) == 4000
+    assert reach(type="yarn", factor=4.0, original_max_position_embeddings=250) == 1000
+    assert reach(type="yarn", factor=4.0) == 4000
+    assert reach(type="llama3", factor=8.0, original_max_position_embeddings=125) == 1000
+    assert reach(type="dynamic", factor=4.0) == 1000
+
+
+def test_windows_follow_the_layers(tmp_path):
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_key_value_heads": 4,
+        "sliding_window": 16,
+    }
+    assert parse(tmp_path, **qwen).layer_windows == (None,) * 4
+    on = qwen | {"use_sliding_window": True, "max_window_layers": 3}
+    assert parse(tmp_path, **on).layer_windows == (None, None, None, 16)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert parse(tmp_path, **on, layer_types=kinds).layer_windows == (16, None, 16, None)
+    with pytest.raises(ConfigError, match="layer_types"):
+        parse(tmp_path, **on, layer_types=["linear_attention"] * 4)
+    with pytest.raises(ConfigError, match="layer_types"):
+        parse(tmp_path, **on, layer_types=kinds[:3])
+
+
+def test_end_tokens_of_both_files_count(tmp_path):
+    spec = parse(tmp_path, eos_token_id=5, generation={"eos_token_id": [7, 5]})
+    assert spec.eos_token_ids == (7, 5)
+    assert parse(tmp_path, eos_token_id=[3, 4], generation={}).eos_token_ids == (3, 4)
+    assert parse(tmp_path, eos_token_id=None).eos_token_ids == ()
+
+
+def test_overrides_reach_into_nested_fields(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+    spec = parse(
+        tmp_path, {"rope_parameters": {"factor": 3.0}, "num_hidden_layers": 1}, rope_parameters=rope
+    )
+    assert (spec.rope.factor, spec.rope.theta, spec.num_layers) == (3.0, 100.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size: is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: is 0"),
+        ({"vocab_size": "many"}, "vocab_size: is 'many'"),
+        ({"num_key_value_heads": 3}, "3 does not divide 8"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "factor: is missing"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype: 'float8_e4m3fn'"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(tmp_path, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(tmp_path, **fields)
+
+
+def test_unknown_architecture_lists_the_supported_ones(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        parse(tmp_path, architectures=["GPT2LMHeadModel"])
+    for name in ("GPT2LMHeadModel", *supported_architectures()):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "nan and void"])
+def test_unreadable_config_is_a_config_error(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        parse_model_spec(tmp_path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        parse_model_spec(tmp_path / "nothing")
+
+
+def test_quantised_checkpoint_parses_but_does_not_build(tmp_path):
+    spec = parse(tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match=r"quantised \(fp8\)"):
+        build_model(spec, None, None, None, None)
+
+
+def test_parsing_needs_no_torch():
+    code = (
+        "import sys, penstock.models.spec, penstock.models.registry, penstock.hub.folder\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

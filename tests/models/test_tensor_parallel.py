@@ -1,0 +1,89 @@
+"""Two ranks give the logits of one, each holds half of what can be split. Processes over gloo."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from paged_driver import load_model, mixed_run, prompts
+from safetensors.torch import load_file
+from tiny_models import make_checkpoint
+
+from penstock.models.spec import parse_model_spec
+
+SIZE = 2
+CASES = {
+    "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, one kv head for two ranks": ("llama", {"num_key_value_heads": 1}),
+    "qwen2, tied, even vocabulary": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 640}),
+    "qwen3": ("qwen3", {}),
+}
+REPLICATED = ("norm", "o_proj.bias", "down_proj.bias")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, list[Path]]:
+    """The output folder of both ranks, and the checkpoint of each case."""
+    root = tmp_path_factory.mktemp("tp")
+    folders = [
+        make_checkpoint(root / str(number), arch, **overrides)
+        for number, (arch, overrides) in enumerate(CASES.values())
+    ]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    worker = Path(__file__).with_name("tp_worker.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, worker, str(rank), str(SIZE), address, root, *folders],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, error in zip(ranks, errors, strict=True):
+        assert rank.returncode == 0, error
+    return root, folders
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=list(CASES))
+def test_every_rank_has_the_logits_of_a_single_one(run, number):
+    root, folders = run
+    expected = mixed_run(load_model(folders[number]), prompts(500))
+    for rank in range(SIZE):
+        found = load_file(root / f"logits-{number}-{rank}.safetensors")
+        for name, theirs in zip("abc", expected, strict=True):
+            torch.testing.assert_close(found[name], theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=list(CASES))
+def test_every_rank_holds_exactly_its_half(run, number):
+    root, folders = run
+    spec = parse_model_spec(folders[number])
+    single = {name: p.numel() for name, p in load_model(folders[number]).named_parameters()}
+    for rank in range(SIZE):
+        sizes = json.loads((root / f"sizes-{number}-{rank}.json").read_text())
+        assert sizes.keys() == single.keys()
+        for name, size in sizes.items():
+            if any(part in name for part in REPLICATED):
+                assert size == single[name], name
+            elif name in ("embed.weight", "head.weight"):
+                num_rows = -(-spec.vocab_size // (64 * SIZE)) * 64  # padded to whole tiles per rank
+                assert size == num_rows * spec.hidden_size
+            elif "qkv_proj" in name and spec.num_kv_heads < SIZE:
+                width = spec.hidden_size if name.endswith("weight") else 1
+                heads = spec.num_heads // SIZE + 2  # the KV head is on both ranks
+                assert size == heads * spec.head_size * width
+            else:
+                assert size * SIZE == single[name], name
+        assert sum(sizes.values()) < 0.62 * sum(single.values())

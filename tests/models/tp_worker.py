@@ -1,0 +1,28 @@
+"""One rank of the tensor-parallel test: tp_worker.py RANK SIZE ADDRESS OUT FOLDER..."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from paged_driver import CPU, load_model, mixed_run, prompts
+from safetensors.torch import save_file
+
+from penstock.parallel.mesh import RankMesh
+
+
+def main() -> None:
+    rank, size, address, out, *folders = sys.argv[1:]
+    torch.set_num_threads(1)
+    mesh = RankMesh.create(int(rank), int(size), address, CPU)
+    for number, folder in enumerate(map(Path, folders)):
+        model = load_model(folder, mesh)
+        logits = dict(zip("abc", mixed_run(model, prompts(500)), strict=True))
+        save_file(logits, Path(out) / f"logits-{number}-{rank}.safetensors")
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        (Path(out) / f"sizes-{number}-{rank}.json").write_text(json.dumps(sizes))
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main()

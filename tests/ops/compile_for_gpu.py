@@ -1,0 +1,78 @@
+"""Compiles what the kernels' wrappers would launch, for a GPU this machine need not have.
+
+The interpreter runs a kernel as Python and so accepts what the compiler refuses. Here the launch is
+replaced by a compilation for sm_90 from the very arguments of the launch.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from op_cases import OP_CASES, AttentionCase, decodes, make_attention, prefills
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from penstock.kernels.attention.backend import get_backend
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 << 10  # what one program may have on sm_90
+OPTIONS = ("num_warps", "num_stages")
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+compiled: dict[str, Any] = {}
+
+
+def compile_instead(
+    kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
+) -> None:
+    names = kernel.arg_names
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(names):
+        value, parameter = given[name], kernel.params[i]
+        signature[name] = "constexpr"
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or is_one:
+            constants[(i,)] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + DTYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if is_aligned and not parameter.do_not_specialize:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
+    key = f"{kernel.__name__} {signature} {constants} {attributes} {options}"
+    if key not in compiled:
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled[key] = triton.compile(source, target=TARGET, options=options)
+        shared = compiled[key].metadata.shared
+        assert shared <= SHARED_BYTES, f"{key} takes {shared} bytes of shared memory"
+
+
+def main() -> None:
+    JITFunction.run = compile_instead
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    for case in OP_CASES:
+        case.op.implementations()["triton"].run(*case.make(dtype, device))
+    for case in (
+        decodes(1, 700, num_heads=8),
+        decodes(90, head_size=80, window=40),
+        decodes(*[40] * 300, head_size=128, num_heads=16),
+        decodes(1, 700, head_size=256, num_heads=40, block_size=64),
+        prefills((50, 90), head_size=128, num_heads=8),
+        prefills((50, 90), head_size=256, window=16),
+        AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
+    ):
+        get_backend("triton").run(*make_attention(case, dtype, device).unpack())
+    print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Every attention backend against the reference backend: output and what is left in the cache."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_cases import AttentionCase, make_attention, small_attention_cases
+
+from penstock.errors import ConfigError
+from penstock.kernels.attention.backend import get_backend
+from penstock.kernels.attention.reference import attend
+from penstock.kernels.tolerances import tolerance
+
+pytest.importorskip("triton")
+
+CASES = list(small_attention_cases())
+
+
+def _check(name: str, case: AttentionCase, dtype: torch.dtype, device: torch.device) -> None:
+    args = make_attention(case, dtype, device)
+    reference_args = args.copy()
+    expected = get_backend("reference").run(*reference_args.unpack())
+    actual = get_backend(name).run(*args.unpack())
+    close = tolerance(dtype)
+    torch.testing.assert_close(actual, expected, atol=close.atol, rtol=close.rtol)
+    assert torch.equal(args.k_cache_BKSD, reference_args.k_cache_BKSD)
+    assert torch.equal(args.v_cache_BKSD, reference_args.v_cache_BKSD)
+    assert actual.is_contiguous()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", ["sdpa", "triton"])
+def test_backend_gives_what_the_reference_gives(
+    name: str, case: AttentionCase, device: torch.device
+) -> None:
+    if name == "sdpa" and device.type != "cpu":
+        pytest.skip("sdpa is the CPU backend")
+    _check(name, case, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[-2]], ids=str)
+@pytest.mark.parametrize("name", ["sdpa", "triton"])
+def test_backend_in_half_precision(
+    name: str, case: AttentionCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    if name == "sdpa" and device.type != "cpu":
+        pytest.skip("sdpa is the CPU backend")
+    if name == "triton" and dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers")
+    _check(name, case, dtype, device)
+
+
+@pytest.mark.parametrize(("num_queries", "kv_len"), [(7, 7), (3, 11), (1, 5)])
+def test_reference_is_torch_attention_with_the_queries_last(num_queries: int, kv_len: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(num_queries, 6, 16),
+        torch.randn(kv_len, 2, 16),
+        torch.randn(kv_len, 2, 16),
+    )
+    mask = torch.ones(num_queries, kv_len, dtype=torch.bool).tril(kv_len - num_queries)
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads_first, mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v, 0.3, None), expected[0].transpose(0, 1))
+
+
+def test_decode_results_do_not_depend_on_the_neighbours(device: torch.device) -> None:
+    """The same sequence alone and among others; 2 * 64 entries are far from a full device."""
+    together = make_attention(AttentionCase(((1, 150), (1, 9), (1, 290)), 3), torch.float32, device)
+    alone = together.copy()
+    batch = alone.batch
+    alone.batch = type(batch)(
+        **{name: getattr(batch, name) for name in batch.__slots__}
+        | {"rows_N": batch.rows_N[:1], "kv_lens_N": batch.kv_lens_N[:1]}
+        | {"slots_T": batch.slots_T[:1], "query_starts_N1": batch.query_starts_N1[:2]}
+        | {"num_decodes": 1, "input_ids_T": batch.input_ids_T[:1]}
+    )
+    alone.q_THD, alone.k_TKD, alone.v_TKD = alone.q_THD[:1], alone.k_TKD[:1], alone.v_TKD[:1]
+    backend = get_backend("triton")
+    assert torch.equal(backend.run(*together.unpack())[:1], backend.run(*alone.unpack()))
+
+
+def test_unknown_backend_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ConfigError, match=r"flash9.*reference, sdpa, triton"):
+        get_backend("flash9")

@@ -1,0 +1,73 @@
+"""`@op`: which implementation a call gets."""
+
+import sys
+
+import pytest
+import torch
+
+from penstock.kernels.op import arch, cpu, op
+
+
+@op
+def double(x: torch.Tensor, times: int = 1) -> torch.Tensor:
+    """Twice x."""
+    return x * 2 * times
+
+
+def test_without_implementations_the_reference_runs() -> None:
+    assert double(torch.ones(2)).tolist() == [2, 2]
+    assert double(torch.ones(2), times=2).tolist() == [4, 4]
+    assert double.explain(torch.ones(2)) == "double: reference"
+
+
+def test_first_implementation_that_fits_gets_the_call_and_the_pick_is_kept() -> None:
+    @op
+    def size(x: torch.Tensor) -> str:
+        return "reference"
+
+    asked = []
+
+    def is_long(x: torch.Tensor) -> bool:
+        asked.append(x.shape)
+        return x.shape[0] > 4
+
+    size.impl("long", needs=cpu(), fits=is_long)(lambda x: "long")
+    size.impl("even", needs=cpu(), fits=lambda x: x.shape[0] % 2 == 0)(lambda x: "even")
+
+    assert [size(torch.ones(n)) for n in (6, 2, 3, 6, 3)] == [
+        "long", "even", "reference", "long", "reference",
+    ]  # fmt: skip
+    assert asked == [(6,), (2,), (3,)]
+    assert size.explain(torch.ones(2)) == "size: even; long does not fit these shapes"
+
+
+def test_implementation_for_another_device_is_never_picked() -> None:
+    @op
+    def where(x: torch.Tensor) -> str:
+        return "reference"
+
+    where.impl("gpu", needs=arch(80))(lambda x: "gpu")
+    assert where(torch.ones(1)) == "reference"
+
+
+def test_implementation_for_every_shape_hides_later_ones() -> None:
+    @op
+    def who(x: torch.Tensor) -> str:
+        return "reference"
+
+    who.impl("first", needs=cpu())(lambda x: "first")
+    who.impl("second", needs=cpu())(lambda x: "second")
+    assert who(torch.ones(1)) == "first"
+    with pytest.raises(AssertionError):
+        who.impl("first", needs=cpu())(lambda x: "again")
+
+
+def test_a_cpu_process_does_not_load_the_gpu_module() -> None:
+    @op(gpu_module="penstock.kernels.no_such_module")
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    assert plain(torch.ones(1)).item() == 1
+    assert "penstock.kernels.no_such_module" not in sys.modules
+    with pytest.raises(ModuleNotFoundError):
+        plain.implementations()

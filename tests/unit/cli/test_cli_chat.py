@@ -1,0 +1,224 @@
+"""The terminal chat against a small server of its own on loopback."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from argparse import Namespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from penstock.cli import chat
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers "echo: <last message>" word by word; keeps the bodies it was sent."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict] = []
+        self.keys: list[str | None] = []
+        self.refusal: tuple[int, dict] | None = None
+        self.events: list[str] | None = None
+        self.endless = False
+        self.hung_up = threading.Event()
+        self.streaming = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers.get("Authorization"))
+        self._json(200, {"data": [{"id": "first-model"}, {"id": "second"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        if self.server.refusal:
+            self._json(*self.server.refusal)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        if self.server.events is not None:
+            for event in self.server.events:
+                self.wfile.write(event.encode())
+            return
+        words = ["echo:", *body["messages"][-1]["content"].split()]
+        try:
+            while True:
+                for i, word in enumerate(words):
+                    self._event({"delta": {"content": (" " if i else "") + word}})
+                self.server.streaming.set()
+                if not self.server.endless:
+                    break
+        except OSError:
+            self.server.hung_up.set()
+            return
+        self._event({"delta": {}, "finish_reason": "stop"})
+        usage = {"choices": [], "usage": {"completion_tokens": len(words)}}
+        self.wfile.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+
+    def _event(self, choice: dict) -> None:
+        self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        self.wfile.flush()
+
+    def _json(self, status: int, body: dict) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.fixture
+def server():
+    fake = FakeServer()
+    thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield fake
+    fake.shutdown()
+    thread.join()
+    fake.server_close()
+
+
+def arguments(url: str, **changes) -> Namespace:
+    values = dict.fromkeys(("model", "system", "temperature", "max_tokens", "api_key"))
+    return Namespace(url=url, **(values | changes))
+
+
+def pipe(monkeypatch, lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+
+
+def test_piped_lines_are_turns_of_one_conversation(server, monkeypatch, capsys):
+    pipe(monkeypatch, "hello there\n\nand you\n")
+    assert chat.run(arguments(server.url)) == 0
+    out, err = capsys.readouterr()
+    assert out == "echo: hello there\necho: and you\n"
+    assert err.count("tokens") >= 2
+    assert server.bodies[0]["model"] == "first-model"
+    assert server.bodies[1]["messages"] == [
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": "echo: hello there"},
+        {"role": "user", "content": "and you"},
+    ]
+
+
+def test_options_reach_the_server_and_unset_ones_do_not(server, monkeypatch):
+    pipe(monkeypatch, "hi\n")
+    given = {"model": "m", "system": "be brief", "temperature": 0.0, "api_key": "secret"}
+    chat.run(arguments(server.url + "/v1/", **given))
+    body = server.bodies[0]
+    assert body["model"] == "m"
+    assert body["temperature"] == 0.0
+    assert "max_tokens" not in body
+    assert body["messages"][0] == {"role": "system", "content": "be brief"}
+    assert server.keys == []  # a named model needs no look-up
+
+
+def test_the_key_is_sent(server, monkeypatch):
+    pipe(monkeypatch, "")
+    chat.run(arguments(server.url, api_key="secret"))
+    assert server.keys == ["Bearer secret"]
+
+
+def test_commands(server, monkeypatch, capsys):
+    pipe(monkeypatch, "one\n/reset\ntwo\n/system talk\nthree\n/nonsense\n/help\n/quit\nfour\n")
+    assert chat.run(arguments(server.url)) == 0
+    sent = [[m["content"] for m in body["messages"]] for body in server.bodies]
+    assert sent == [["one"], ["two"], ["talk", "three"]]
+    err = capsys.readouterr().err
+    assert "unknown command '/nonsense'" in err
+    assert "/reset" in err
+
+
+def test_no_server_is_said_plainly():
+    with pytest.raises(chat.ChatError, match=r"no server at http://127.0.0.1:9; start one with"):
+        chat.run(arguments("127.0.0.1:9"))
+
+
+def test_a_refusal_shows_what_the_server_said(server, monkeypatch):
+    server.refusal = 429, {"error": {"message": "too many requests", "code": "x"}}
+    pipe(monkeypatch, "hi\n")
+    with pytest.raises(chat.ChatError, match=r"429.*too many requests"):
+        chat.run(arguments(server.url))
+
+
+def test_an_error_inside_the_stream_ends_the_turn(server, monkeypatch):
+    server.events = ['data: {"choices": []}\n\n', 'data: {"error": {"message": "boom"}}\n\n']
+    pipe(monkeypatch, "hi\n")
+    with pytest.raises(chat.ChatError, match="boom"):
+        chat.run(arguments(server.url))
+
+
+def test_a_stream_of_rubbish_is_an_error_and_comments_are_not(server, monkeypatch):
+    server.events = [": keep-alive\n\n", "data: [1]\n\n"]
+    pipe(monkeypatch, "hi\n")
+    with pytest.raises(chat.ChatError, match="no chunk"):
+        chat.run(arguments(server.url))
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_the_chat(server):
+    server.endless = True
+
+    class Out(io.StringIO):
+        def flush(self) -> None:
+            if len(self.getvalue()) > 100:
+                raise KeyboardInterrupt
+
+    conversation = chat.Conversation(chat.Server(server.url, None), "m", None)
+    assert "stopped" in conversation.turn("go", Out())
+    assert server.hung_up.wait(10), "the server must notice that nobody listens"
+    server.endless = False
+    out = io.StringIO()
+    conversation.turn("again", out)
+    assert out.getvalue() == "echo: again"
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo terminal")
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_eof_leaves(server):
+    """The real program in a pseudo terminal, its keys pressed by us."""
+    server.endless = True
+    parent, child = os.openpty()
+    code = (
+        "import sys, argparse, signal; from penstock.cli import chat;"
+        # A test run in the background of a shell inherits a Ctrl+C that is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        f"args = argparse.Namespace(url={server.url!r}, model=None, system=None,"
+        " temperature=None, max_tokens=None, api_key=None);"
+        "status = chat.run(args); assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=child, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    os.close(child)
+    try:
+        os.write(parent, b"talk\n")
+        assert server.streaming.wait(30)
+        process.send_signal(signal.SIGINT)
+        assert server.hung_up.wait(30)
+        server.endless = False
+        os.write(parent, b"bye\n\x04")
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        os.close(parent)
+    assert process.returncode == 0, err.decode()
+    assert b"stopped" in out
+    assert b"echo: bye" in out

@@ -1,0 +1,251 @@
+"""Every automatic choice, with its reason, on made-up models and devices."""
+
+import pytest
+
+from penstock.config.resolve import resolve
+from penstock.config.schema import EngineConfig
+from penstock.errors import ConfigError
+from penstock.types.device import DeviceInfo
+from penstock.types.model_spec import ModelSpec, RopeSpec
+
+GIB = 2**30
+
+
+def make_spec(**changes) -> ModelSpec:
+    fields = {
+        "architecture": "LlamaForCausalLM",
+        "model_type": "llama",
+        "vocab_size": 1000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "max_position": 4096,
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope": RopeSpec(),
+        "tie_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    return ModelSpec(**fields | changes)
+
+
+def make_device(kind: str = "cuda", **changes) -> DeviceInfo:
+    fields = {
+        "kind": kind,
+        "name": "H200" if kind == "cuda" else "x86_64",
+        "arch": 90 if kind == "cuda" else 0,
+        "num_devices": 1,
+        "total_bytes": 140 * GIB if kind == "cuda" else 24 * GIB,
+        "free_bytes": 20 * GIB,
+        "num_sms": 132,
+        "num_threads": 16,
+        "torch_version": "2.11",
+        "triton_version": "3.6",
+        "cuda_version": "13.0",
+    }
+    return DeviceInfo(**fields | changes)
+
+
+CPU, GPU = make_device("cpu"), make_device("cuda")
+
+
+def run(machine: DeviceInfo = GPU, spec: ModelSpec | None = None, **settings):
+    return resolve(EngineConfig(model="m", **settings), spec or make_spec(), machine, "/models/m")
+
+
+def reason(config, name: str) -> str:
+    return next(choice.reason for choice in config.choices if choice.name == name)
+
+
+def test_defaults_on_a_gpu():
+    config = run(GPU)
+    assert (config.model, config.model_path) == ("m", "/models/m")
+    assert (config.device, config.dtype, config.attention_backend) == ("cuda", "bfloat16", "triton")
+    assert (config.max_batch_size, config.max_num_tokens, config.max_seq_len) == (2048, 8192, 4096)
+    assert config.depth == 2
+    assert config.graph_batch_sizes[:3] == (1, 2, 4) and config.graph_batch_sizes[-1] == 512
+    assert config.graph_padding
+    assert config.kv_cpu_bytes == 0
+    assert config.kv_dtype == "bfloat16"
+
+
+def test_defaults_on_a_cpu():
+    config = run(CPU)
+    assert (config.device, config.dtype, config.attention_backend) == ("cpu", "float32", "sdpa")
+    assert (config.max_batch_size, config.max_num_tokens) == (64, 2048)
+    assert config.depth == 1
+    assert config.graph_batch_sizes == ()
+    assert config.kv_cpu_bytes == GIB
+    assert config.num_threads == 16
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
+def test_every_choice_has_a_value_and_a_reason_and_a_name_of_the_run(device):
+    config = run(device)
+    names = [choice.name for choice in config.choices]
+    assert len(names) == len(set(names)) >= 10
+    for choice in config.choices:
+        assert choice.value and choice.reason
+        assert hasattr(config, choice.name)
+
+
+@pytest.mark.parametrize(
+    ("device", "spec_dtype", "asked", "expected", "why"),
+    [
+        (GPU, "bfloat16", "auto", "bfloat16", "checkpoint"),
+        (GPU, "float32", "auto", "float32", "checkpoint"),
+        (GPU, "bfloat16", "float16", "float16", "set by dtype"),
+        (make_device(arch=75), "bfloat16", "auto", "float16", "sm_75 has no fast bfloat16"),
+        (CPU, "bfloat16", "auto", "float32", "CPU"),
+        (CPU, "bfloat16", "bfloat16", "bfloat16", "set by dtype"),
+    ],
+)
+def test_dtype(device, spec_dtype, asked, expected, why):
+    config = run(device, make_spec(dtype=spec_dtype), dtype=asked)
+    assert config.dtype == config.kv_dtype == expected
+    assert why in reason(config, "dtype")
+
+
+@pytest.mark.parametrize(
+    "asked", ["TRTLLM", "FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION", "X"]
+)
+def test_foreign_attention_names_become_the_best_that_fits(asked):
+    assert run(GPU, attn_backend=asked).attention_backend == "triton"
+    config = run(CPU, attn_backend=asked)
+    assert config.attention_backend == "sdpa"
+    assert f"stands in for {asked}" in reason(config, "attention_backend")
+
+
+@pytest.mark.parametrize("asked", ["reference", "sdpa"])
+def test_own_attention_names_are_honoured(asked):
+    assert run(GPU, attn_backend=asked).attention_backend == asked
+    assert run(CPU, attn_backend=asked).attention_backend == asked
+
+
+def test_triton_attention_without_a_gpu_is_refused():
+    with pytest.raises(ConfigError, match="needs a GPU and the triton package"):
+        run(CPU, attn_backend="triton")
+
+
+def test_a_gpu_without_triton_falls_back():
+    config = run(make_device(triton_version=None))
+    assert config.attention_backend == "sdpa"
+    assert config.graph_batch_sizes == ()
+    assert "cannot be captured" in reason(config, "graph_batch_sizes")
+
+
+def test_device_may_be_forced_to_the_cpu_but_not_to_a_missing_gpu():
+    assert run(GPU, device="cpu").device == "cpu"
+    with pytest.raises(ConfigError, match="there is no GPU; set device to cpu or auto"):
+        run(CPU, device="cuda")
+
+
+def test_more_ranks_than_gpus_are_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match="is 8, but there are 1 GPUs; lower it to 1"):
+        run(GPU, tensor_parallel_size=8)
+    with pytest.raises(ConfigError, match=r"there are 0 GPUs.*set device to cpu"):
+        run(CPU, tensor_parallel_size=2)
+
+
+def test_ranks_on_a_cpu_run_when_asked_for_and_share_the_cores():
+    config = run(CPU, tensor_parallel_size=2, device="cpu")
+    assert (config.tp_size, config.num_threads) == (2, 8)
+
+
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(3, 8, 2), (4, 12, 6)])
+def test_ranks_must_divide_the_heads(size, heads, kv_heads):
+    spec = make_spec(num_heads=heads, num_kv_heads=kv_heads)
+    with pytest.raises(ConfigError, match="heads of the model"):
+        run(make_device(num_devices=8), spec, tensor_parallel_size=size)
+
+
+def test_kv_heads_may_be_fewer_than_ranks():
+    spec = make_spec(num_heads=8, num_kv_heads=2)
+    assert run(make_device(num_devices=8), spec, tensor_parallel_size=8).tp_size == 8
+
+
+def test_sequence_length_beyond_the_model_is_lowered_with_a_reason():
+    config = run(GPU, max_seq_len=100_000)
+    assert config.max_seq_len == 4096
+    assert "lowered from 100000" in reason(config, "max_seq_len")
+
+
+def test_on_a_cpu_the_sequence_fits_the_cache():
+    long = make_spec(max_position=10**6, num_layers=32, num_kv_heads=8, head_size=128)
+    config = run(CPU, long)
+    bytes_per_token = 32 * 2 * 8 * 128 * 4
+    assert (config.max_seq_len + config.tokens_per_block) * bytes_per_token <= config.kv_cpu_bytes
+    assert "what the cache holds" in reason(config, "max_seq_len")
+
+
+def test_on_a_cpu_an_asked_sequence_length_grows_the_cache():
+    long = make_spec(max_position=10**6, num_layers=32, num_kv_heads=8, head_size=128)
+    config = run(CPU, long, max_seq_len=8192)
+    assert config.max_seq_len == 8192
+    assert GIB < config.kv_cpu_bytes <= 12 * GIB
+
+
+def test_on_a_cpu_max_tokens_sets_the_cache():
+    config = run(CPU, kv_cache_config={"max_tokens": 100})
+    block_bytes = 32 * 4 * 2 * 2 * 64 * 4
+    assert config.kv_cpu_bytes == 5 * block_bytes  # 4 blocks for 100 tokens and the reserved one
+    assert config.max_seq_len == 128
+    with pytest.raises(ConfigError, match="half of the memory"):
+        run(CPU, kv_cache_config={"max_tokens": 10**9})
+
+
+def test_a_small_machine_gives_a_tenth_of_its_memory():
+    assert run(make_device("cpu", total_bytes=2 * GIB)).kv_cpu_bytes == 2 * GIB // 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "tokens"),
+    [
+        ({"max_batch_size": 720, "max_num_tokens": 16384}, 720, 16384),
+        ({"max_batch_size": 10000}, 10000, 10000),
+        ({"max_num_tokens": 512}, 512, 512),
+        ({"max_batch_size": 64, "max_num_tokens": 16}, 16, 16),
+    ],
+)
+def test_each_sequence_of_a_step_has_a_token(settings, rows, tokens):
+    config = run(GPU, **settings)
+    assert (config.max_batch_size, config.max_num_tokens) == (rows, tokens)
+
+
+def test_overlap_follows_the_setting_where_it_is_given():
+    assert run(GPU, disable_overlap_scheduler=True).depth == 1
+    assert run(CPU, disable_overlap_scheduler=False).depth == 2
+
+
+def test_graphs_can_be_turned_off():
+    config = run(GPU, cuda_graph_config=None)
+    assert config.graph_batch_sizes == () and not config.graph_padding
+
+
+def test_recipe_graphs_follow_the_batch_limit():
+    config = run(GPU, max_batch_size=720, cuda_graph_config={"max_batch_size": 720})
+    assert config.graph_batch_sizes[-2:] == (704, 720)
+    config = run(GPU, max_batch_size=16, cuda_graph_config={"max_batch_size": 720})
+    assert config.graph_batch_sizes == (1, 2, 4, 8, 16)
+
+
+def test_partial_reuse_needs_reuse():
+    config = run(kv_cache_config={"enable_block_reuse": False, "enable_partial_reuse": True})
+    assert not config.block_reuse and not config.partial_reuse
+
+
+def test_scheduling_settings_are_passed_on():
+    config = run(
+        scheduler_config={
+            "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
+            "waiting_queue_policy": "fcfs",
+        },
+        max_queued_requests=7,
+        seed=5,
+    )
+    assert config.capacity_policy == "GUARANTEED_NO_EVICT"
+    assert config.queue_policy == "fcfs"
+    assert (config.max_queued, config.seed) == (7, 5)

@@ -1,0 +1,119 @@
+"""Names become folders, or errors that say what to do. No network: the hub is off or replaced."""
+
+import subprocess
+import sys
+import threading
+
+import httpx
+import huggingface_hub.errors as hub_errors
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.hub import folder as hub
+
+
+def response(status: int) -> httpx.Response:
+    return httpx.Response(status, request=httpx.Request("GET", "https://hub.invalid"))
+
+
+def test_folder_is_used_as_it_is(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.local_folder(str(tmp_path)) == tmp_path
+
+
+def test_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        hub.local_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "a/b/c", "", "a b"])
+def test_path_that_is_not_there_is_no_hub_id(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if model == "":
+        with pytest.raises(ConfigError):
+            hub.local_folder(model)
+        return
+    with pytest.raises(ConfigError, match="no such folder"):
+        hub.local_folder(model)
+
+
+def test_offline_and_not_cached_says_both(tmp_path):
+    code = (
+        "from penstock.hub.folder import local_folder\n"
+        "from penstock.errors import ConfigError\n"
+        "try: local_folder('some-org/some-model')\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert "HF_HUB_OFFLINE" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (hub_errors.GatedRepoError("no", response=response(403)), "accept its licence"),
+        (hub_errors.RepositoryNotFoundError("no", response=response(404)), "check the spelling"),
+        (hub_errors.RevisionNotFoundError("no", response=response(404)), "no such revision"),
+        (hub_errors.HfHubHTTPError("boom", response=response(500)), "download failed: boom"),
+    ],
+)
+def test_hub_failures_become_config_errors_with_a_way_out(monkeypatch, error, hint):
+    def fail(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match=hint):
+        hub.local_folder("org/name", revision="main")
+
+
+def test_only_files_that_are_read_are_downloaded(monkeypatch, tmp_path):
+    asked = {}
+
+    def download(model, **kwargs):
+        asked.update(kwargs, model=model)
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert hub.local_folder("org/name", "v1") == tmp_path
+    assert (asked["model"], asked["revision"]) == ("org/name", "v1")
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [
+        "config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "tokenizer.model",
+        "chat_template.jinja", "pytorch_model.bin", "original/consolidated.00.pth",
+        "consolidated.safetensors", "onnx/model.safetensors", "README.md",
+    ]  # fmt: skip
+    kept = filter_repo_objects(
+        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert list(kept) == files[:5]
+
+
+def test_tiny_is_made_once_and_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    folder = hub.local_folder("tiny")
+    assert folder.is_relative_to(tmp_path / "home")
+    stamp = (folder / "model.safetensors").stat().st_mtime_ns
+    assert hub.local_folder("tiny") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_tiny_asked_for_by_many_at_once_is_whole_for_all(monkeypatch, tmp_path):
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    found = []
+
+    def ask():
+        folder = hub.local_folder("tiny")
+        found.append((folder / "model.safetensors").stat().st_size)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3 and len(set(found)) == 1
+    assert len(list((tmp_path / "models").iterdir())) == 1

@@ -1,0 +1,138 @@
+"""Events in, Prometheus families and iteration records out."""
+
+import math
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.metrics.collect import Metrics
+from penstock.metrics.events import FirstToken, MoreTokens, RequestRefused, SampleFinished
+from penstock.metrics.iteration import MAX_KEPT, IterationLog
+from penstock.metrics.prometheus import ALIASES, exposition
+from penstock.types.stats import EngineCounters, IterationStats
+
+
+def make_iteration(number: int, **changes: int) -> IterationStats:
+    values = {
+        name: 0
+        for name in IterationStats.__dataclass_fields__
+        if name not in ("iter", "timestamp", "latency_ms")
+    }
+    return IterationStats(iter=number, timestamp=0.0, latency_ms=2.0, **(values | changes))
+
+
+def samples_of(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    text, _ = exposition(metrics.registry, "text/plain")
+    return {
+        (
+            sample.name,
+            *(v for k, v in sorted(sample.labels.items()) if k != "model_name"),
+        ): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+        if sample.labels["model_name"] == "m"
+    }
+
+
+def make_metrics(counters: EngineCounters | None = None) -> Metrics:
+    counters = counters or EngineCounters()
+    return Metrics("m", lambda: counters, lambda: [])
+
+
+def test_a_request_fills_the_histograms_under_all_names():
+    metrics = make_metrics()
+    metrics.observe(FirstToken(0.03))
+    metrics.observe(MoreTokens(0.4, 4))
+    metrics.observe(
+        SampleFinished(
+            finish="stop",
+            prompt_tokens=10,
+            cached_tokens=6,
+            generated_tokens=5,
+            e2e_s=0.5,
+            decode_s=0.4,
+        )
+    )
+    samples = samples_of(metrics)
+    for name in ("penstock_", "trtllm_", "vllm:"):
+        assert samples[(f"{name}time_to_first_token_seconds_bucket", "0.04")] == 1
+        assert samples[(f"{name}time_to_first_token_seconds_bucket", "0.02")] == 0
+        assert samples[(f"{name}e2e_request_latency_seconds_sum",)] == 0.5
+        assert samples[(f"{name}request_success_total", "stop")] == 1
+    assert samples[("vllm:inter_token_latency_seconds_count",)] == 4
+    assert math.isclose(samples[("vllm:inter_token_latency_seconds_sum",)], 0.4)
+    assert math.isclose(samples[("trtllm_time_per_output_token_seconds_sum",)], 0.1)
+    assert samples[("vllm:prompt_tokens_cached_total",)] == 6
+
+
+def test_a_single_token_has_no_time_per_output_token():
+    metrics = make_metrics()
+    metrics.observe(
+        SampleFinished(
+            finish="length",
+            prompt_tokens=1,
+            cached_tokens=0,
+            generated_tokens=1,
+            e2e_s=0.1,
+            decode_s=0.0,
+        )
+    )
+    assert samples_of(metrics)[("trtllm_time_per_output_token_seconds_count",)] == 0
+
+
+def test_refusals_are_counted_by_status():
+    metrics = make_metrics()
+    metrics.observe(RequestRefused(400))
+    metrics.observe(RequestRefused(400))
+    metrics.observe(RequestRefused(429))
+    samples = samples_of(metrics)
+    assert samples[("penstock_requests_refused_total", "400")] == 2
+    assert samples[("penstock_requests_refused_total", "429")] == 1
+
+
+def test_engine_counters_are_read_at_every_scrape():
+    counters = EngineCounters()
+    metrics = make_metrics(counters)
+    assert samples_of(metrics)[("vllm:num_preemptions_total",)] == 0
+    counters.preemptions = 3
+    counters.prefix_query_tokens, counters.prefix_hit_tokens = 8, 2
+    samples = samples_of(metrics)
+    assert samples[("vllm:num_preemptions_total",)] == samples[("penstock_preemptions_total",)] == 3
+    assert samples[("trtllm_kv_cache_hit_rate",)] == 0.25
+
+
+def test_every_alias_names_a_metric_that_exists():
+    text, _ = exposition(make_metrics().registry, "text/plain")
+    families = {family.name for family in text_string_to_metric_families(text.decode())}
+    for name, aliases in ALIASES.items():
+        assert {name, *aliases} <= families
+
+
+def test_openmetrics_is_well_formed():
+    text, content_type = exposition(make_metrics().registry, "application/openmetrics-text")
+    assert content_type.startswith("application/openmetrics-text") and text.endswith(b"# EOF\n")
+
+
+def test_iterations_are_observed_once_and_kept_up_to_a_bound():
+    waiting = [make_iteration(number) for number in range(MAX_KEPT + 5)]
+    seen: list[int] = []
+
+    def drain() -> list[IterationStats]:
+        drained = waiting.copy()
+        waiting.clear()
+        return drained
+
+    log = IterationLog(drain, lambda stats: seen.append(stats.iter))
+    log.refresh()
+    taken = log.take()
+    assert len(seen) == MAX_KEPT + 5
+    assert [entry["iter"] for entry in taken] == list(range(5, MAX_KEPT + 5))
+    assert log.take() == []
+
+
+def test_iteration_fields_have_their_names():
+    stats = make_iteration(3, reused_blocks=1, missed_blocks=3, new_blocks=4, num_context_tokens=9)
+    log = IterationLog(lambda: [stats], lambda _: None)
+    [entry] = log.take()
+    assert entry["iterLatencyMS"] == 2.0
+    assert entry["kvCacheStats"]["cacheHitRate"] == 0.25
+    assert entry["inflightBatchingStats"]["numCtxTokens"] == 9

@@ -1,0 +1,201 @@
+"""Each stage against the reference library's processors, or plain numpy where it has none."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from penstock.sampling import stages
+from penstock.sampling.state import SamplingState
+from penstock.types.sampling import SamplingParams
+from penstock.types.step import RowJoin
+
+VOCAB = 97
+CPU = torch.device("cpu")
+
+
+def join(row: int, token_ids=(5, 6), num_prompt=None, stop_ids=(), **sampling) -> RowJoin:
+    return RowJoin(
+        request_id=100 + row,
+        rank=0,
+        row=row,
+        token_ids=np.array(token_ids, np.int32),
+        num_cached=0,
+        num_prompt=len(token_ids) if num_prompt is None else num_prompt,
+        sampling=SamplingParams(**sampling),
+        stop_ids=stop_ids,
+    )
+
+
+def make_state(*joins: RowJoin) -> SamplingState:
+    state = SamplingState(max_rows=8, vocab_size=VOCAB, device=CPU, seed=0)
+    state.join(joins)
+    return state
+
+
+def edit(state: SamplingState, logits: torch.Tensor, rows: list[int], lengths: list[int]):
+    rows_L = torch.tensor(rows)
+    lengths_L = torch.tensor(lengths, dtype=torch.int32)
+    needs = state.needs(np.array(rows, np.int32))
+    return stages.edit(logits, rows_L, lengths_L, state.params(rows_L), needs, state)
+
+
+def kept(state: SamplingState, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Mask of the tokens that may be drawn."""
+    cutoffs = stages.cutoffs(
+        logits, np.array(rows, np.int32), state.params(torch.tensor(rows)), state
+    )
+    return logits >= cutoffs[:, None]
+
+
+def some_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 1 + 1},
+        {"top_k": 40},
+        {"top_k": 10_000},
+        {"top_p": 0.1},
+        {"top_p": 0.95},
+        {"min_p": 0.05},
+        {"top_k": 30, "top_p": 0.8},
+        {"top_k": 30, "top_p": 0.8, "min_p": 0.1},
+    ],
+)
+def test_filters_keep_what_the_reference_warpers_keep(temperature, filters):
+    logits = some_logits(4)
+    warped = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k := filters.get("top_k"):
+        warped = TopKLogitsWarper(top_k)(None, warped)
+    if top_p := filters.get("top_p"):
+        warped = TopPLogitsWarper(top_p)(None, warped)
+    if min_p := filters.get("min_p"):
+        warped = MinPLogitsWarper(min_p)(None, warped)
+    state = make_state(*(join(row, temperature=temperature, **filters) for row in range(4)))
+    assert torch.equal(kept(state, logits, [0, 1, 2, 3]), warped.isfinite())
+
+
+def test_rows_with_different_filters_do_not_disturb_each_other():
+    logits = some_logits(5)
+    state = make_state(
+        join(0, top_k=3),
+        join(1),
+        join(2, top_p=0.5),
+        join(3, temperature=0.0),
+        join(4, min_p=0.2),
+    )
+    mask = kept(state, logits, [0, 1, 2, 3, 4])
+    assert mask[0].sum() == 3
+    assert mask[1].all()
+    assert torch.equal(mask[2], TopPLogitsWarper(0.5)(None, logits[2:3])[0].isfinite())
+    assert mask[3].all()
+    assert torch.equal(mask[4], MinPLogitsWarper(0.2)(None, logits[4:5])[0].isfinite())
+    # The same row alone, where fewer candidates have to be looked at.
+    assert torch.equal(kept(state, logits[:1], [0])[0], mask[0])
+
+
+def test_equals_of_the_last_kept_token_are_kept():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, :4] = torch.tensor([2.0, 1.0, 1.0, 1.0])
+    assert kept(make_state(join(0, top_k=2)), logits, [0]).sum() == 4
+
+
+def test_top_p_shares_the_mass_of_exactly_k_tokens():
+    # Of k = 2 tokens with mass 2:1 the first alone holds 0.66; with all equals counted it would
+    # hold 0.4.
+    logits = torch.full((1, VOCAB), -5.0)
+    logits[0, :4] = torch.tensor([np.log(2.0), 0.0, 0.0, 0.0])
+    assert kept(make_state(join(0, top_k=2, top_p=0.6)), logits, [0]).sum() == 1
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3])
+def test_repetition_penalty_equals_the_reference_processor(penalty):
+    logits = some_logits(2)
+    tokens = [[3, 3, 9, 50], [7, 0, 96, 1]]
+    state = make_state(
+        *(join(row, tokens[row], num_prompt=2, repetition_penalty=penalty) for row in range(2))
+    )
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(tokens), logits.clone())
+    torch.testing.assert_close(edit(state, logits, [0, 1], [4, 4]), expected)
+
+
+def test_presence_and_frequency_look_at_the_output_only():
+    logits = some_logits(1)
+    state = make_state(
+        join(2, [3, 3, 9, 9, 9, 20], num_prompt=2, presence_penalty=0.7, frequency_penalty=-0.3)
+    )
+    expected = logits.numpy().copy()
+    for token, count in {9: 3, 20: 1}.items():
+        expected[0, token] -= 0.7 + count * -0.3
+    np.testing.assert_allclose(edit(state, logits, [2], [6]).numpy(), expected, rtol=1e-6)
+
+
+def test_min_tokens_equals_the_reference_processor():
+    logits = some_logits(1)
+    state = make_state(join(1, [5, 6, 7], min_tokens=2, stop_ids=(11, 40)))
+    reference = MinNewTokensLengthLogitsProcessor(3, 2, torch.tensor([11, 40]), device="cpu")
+    for num_tokens in (3, 4, 5, 6):
+        ids = torch.zeros(1, num_tokens, dtype=torch.long)
+        expected = reference(ids, logits.clone())
+        assert torch.equal(edit(state, logits, [1], [num_tokens]), expected), num_tokens
+
+
+def test_logit_bias_is_added_to_its_tokens():
+    logits = some_logits(3)
+    bias = {i: (i - 20) / 2 for i in range(40)}  # wider than a row of the table was at first
+    state = make_state(join(0, logit_bias={0: -100.0}), join(1), join(2, logit_bias=bias))
+    expected = logits.numpy().copy()
+    expected[0, 0] += -100.0
+    expected[2, :40] += np.array(list(bias.values()), np.float32)
+    np.testing.assert_allclose(edit(state, logits, [0, 1, 2], [2, 2, 2]).numpy(), expected)
+
+
+def test_a_bias_ends_with_its_sequence():
+    logits = some_logits(2)
+    state = make_state(join(0, logit_bias={3: 9.0}), join(1, logit_bias={4: 1.0}))
+    state.join([join(0)])
+    expected = logits.clone()
+    expected[1, 4] += 1.0
+    assert torch.equal(edit(state, logits, [0, 1], [2, 2]), expected)
+
+
+def test_a_bias_outside_the_vocabulary_changes_nothing():
+    logits = some_logits(1)
+    state = make_state(join(0, logit_bias={VOCAB: 5.0, 10**9: 5.0, 4: 1.0}))
+    expected = logits.clone()
+    expected[0, 4] += 1.0
+    assert torch.equal(edit(state, logits, [0], [2]), expected)
+
+
+def test_editing_leaves_the_models_logits_alone():
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = some_logits(1).to(dtype)
+        before = logits.clone()
+        edited = edit(make_state(join(0, logit_bias={1: 4.0})), logits, [0], [2])
+        assert edited.dtype == torch.float32
+        assert torch.equal(logits, before)
+
+
+def test_stages_add_up_in_their_order():
+    logits = some_logits(1)
+    params = {"logit_bias": {9: 2.5, 3: 1.0}, "repetition_penalty": 1.5, "presence_penalty": 0.4}
+    state = make_state(join(0, [3, 9], num_prompt=1, min_tokens=5, stop_ids=(8,), **params))
+    expected = logits.numpy().astype(np.float64)[0]
+    expected[9] += 2.5
+    expected[3] += 1.0
+    expected[8] = -np.inf
+    for token in (3, 9):
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    expected[9] -= 0.4
+    np.testing.assert_allclose(edit(state, logits, [0], [2])[0].numpy(), expected, rtol=1e-5)
