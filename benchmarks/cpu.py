@@ -1,9 +1,9 @@
-"""Penstock against transformers' own `generate` on this CPU: same model, same batch, same threads, one run.
+"""Penstock against transformers' `generate` on this CPU: same model, batch and threads.
 
     python benchmarks/cpu.py [--threads N] [--json FILE]
 
-Random weights in fp32, greedy, EOS ignored. The two take turns and the best of each counts, because other
-work on the machine only ever adds time. Needs the transformers package.
+Random weights in fp32, greedy, EOS ignored. The two take turns and the best of each counts,
+because other work on the machine only ever adds time. Needs the transformers package.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import transformers
 
 from penstock import LLM, SamplingParams
 
-# (layers, hidden, heads, kv heads, MLP): a small one where overhead shows, and the shape of a 135 M model.
+# (layers, hidden, heads, kv heads, MLP): a small one where overhead shows, and the shape of a 135 M
+# model.
 SHAPES = {"6 M": (6, 256, 4, 2, 768), "135 M": (30, 576, 9, 3, 1536)}
 VOCAB, PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS = 8192, 64, 64, 3
 
@@ -33,7 +34,9 @@ def best_of(run: Callable[[], object], other: Callable[[], object]) -> tuple[flo
     return min(times[0]), min(times[1])
 
 
-def compare(shape: tuple[int, ...], threads: int, batches: list[int]) -> dict[int, tuple[float, float]]:
+def compare(
+    shape: tuple[int, ...], threads: int, batches: list[int]
+) -> dict[int, tuple[float, float]]:
     layers, hidden, heads, kv_heads, mlp = shape
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
@@ -78,8 +81,12 @@ def main() -> None:
     print(f"{'model':>8} {'batch':>6} {'penstock tok/s':>15} {'transformers':>13} {'ratio':>6}")
     for name, shape in SHAPES.items():
         for batch, (ours, theirs) in compare(shape, args.threads, args.batch).items():
-            print(f"{name:>8} {batch:6d} {ours:15.1f} {theirs:13.1f} {ours / theirs:6.2f}", flush=True)
-            results.append({"model": name, "batch": batch, "penstock": ours, "transformers": theirs})
+            print(
+                f"{name:>8} {batch:6d} {ours:15.1f} {theirs:13.1f} {ours / theirs:6.2f}", flush=True
+            )
+            results.append(
+                {"model": name, "batch": batch, "penstock": ours, "transformers": theirs}
+            )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

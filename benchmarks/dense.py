@@ -2,8 +2,8 @@
 
     python benchmarks/dense.py [--shape llama-3.1-8b] [--json FILE]
 
-The work: prompts of 1024 random ids, 1024 tokens out, EOS ignored, greedy, prefix reuse off, one GPU.
-TPOT(1) = (time for 257 tokens - time for 1 token) / 256 of one request.
+The work: prompts of 1024 random ids, 1024 tokens out, EOS ignored, greedy, prefix reuse off, one
+GPU. TPOT(1) = (time for 257 tokens - time for 1 token) / 256 of one request.
 """
 
 import argparse
@@ -28,7 +28,9 @@ def prompts(count: int, vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def timed(llm: LLM, batch: list[list[int]], num_tokens: int) -> float:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+    )
     started = time.perf_counter()
     outputs = llm.generate(batch, params, use_tqdm=False)
     seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Model shapes the benchmarks run with random weights, as HF configurations, and what is known of them."""
+"""Model shapes to run with random weights, as HF configurations, and known figures."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ LLAMA_3_1_8B: dict[str, Any] = {
 
 SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B}
 
-# One H200, 1024 in / 1024 out. Floor: weights and cache at 4.52 TB/s read bandwidth, matrix products at
-# the measured peak. vLLM 0.22.0 with its defaults, measured on the same kind of GPU.
+# One H200, 1024 in / 1024 out. Floor: weights and cache at 4.52 TB/s read bandwidth, matrix
+# products at the measured peak. vLLM 0.22.0 with its defaults, measured on the same kind of GPU.
 KNOWN = {
     "llama-3.1-8b": {
         "tpot1_ms": {"floor": 3.36, "vllm": 4.89},

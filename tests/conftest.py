@@ -1,4 +1,4 @@
-"""Shared by all tests: fixtures are plain modules, importable by name; paths to optional real data."""
+"""Fixtures are plain modules, importable by name from every test."""
 
 import sys
 from pathlib import Path

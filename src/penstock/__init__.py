@@ -1,4 +1,4 @@
-"""Penstock: an LLM inference and serving engine. Public names resolve lazily; importing this is free."""
+"""Penstock: an LLM inference and serving engine. Public names resolve lazily."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """The engine process: builds executor, scheduler, loop and channel, runs, reports failure.
 
-The only file that knows both `core` and `runtime`. Started as `python -m penstock.engine_process` with
-a task on stdin; leaves when its parent closes that pipe.
+The only file that knows both `core` and `runtime`. Started as `python -m penstock.engine_process`
+with a task on stdin; leaves when its parent closes that pipe.
 """
 
 import gc
@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
 from penstock.core.scheduler import Scheduler
 from penstock.errors import BackendError, PenstockError
+from penstock.hub.folder import local_folder
 from penstock.ipc import channel
 from penstock.ipc.messages import (
     PROTOCOL_VERSION,
@@ -56,14 +56,13 @@ from penstock.types.model_spec import ModelSpec
 from penstock.types.request import client_of
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import StepPlan
-from penstock.hub.folder import local_folder
 
 _log = log.get(__name__)
 _EXIT_GRACE_S = 15.0
 
 
 class Mailbox:
-    """The engine's mail: greets front ends itself, hands requests to the loop, sends to each its own."""
+    """The engine's mail: greets front ends, hands requests to the loop, sends each its own."""
 
     def __init__(self, address: str) -> None:
         self._receiver = channel.Receiver(address, ToEngine)
@@ -138,7 +137,7 @@ class RankGroup:
             self.senders.append(channel.Sender(address))
 
     def _on_exit(self, rank: int, code: int) -> None:
-        # A rank is gone in the middle of collectives: rank 0 may hang in one, so it cannot say goodbye.
+        # Gone in the middle of collectives: rank 0 may hang in one and cannot say goodbye.
         self.death = f"rank {rank} ended with code {code}"
         _log.critical("%s; the engine cannot go on", self.death)
         os._exit(1)
@@ -182,9 +181,7 @@ class Engine:
         num_blocks, weights = self._ranks.agree(loaded.memory.num_blocks)
         runner = finish_rank(loaded, self.config, self.spec, num_blocks, timeline)
         self._wire(loaded, runner, num_blocks)
-        mailbox.open(
-            self._info(loaded, num_blocks, [loaded.memory.weights, *weights], timeline)
-        )
+        mailbox.open(self._info(loaded, num_blocks, [loaded.memory.weights, *weights], timeline))
 
     def _wire(self, loaded: LoadedRank, runner: ModelRunner, num_blocks: int) -> None:
         config, counters = self.config, EngineCounters()
@@ -288,12 +285,11 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    started = time.perf_counter()
     task: dict[str, Any] = read_task()
     config = EngineConfig.model_validate(task["config"])
     log.setup("engine", config.log_level)
     timeline = Timeline()
-    timeline.phases.append(("start process", time.perf_counter() - started))
+    timeline.phases.append(("start process and import torch", time.time() - task["spawned_at"]))
     mailbox = Mailbox(task["address"])
     stopping = threading.Event()
     engine: Engine | None = None

@@ -1,4 +1,4 @@
-"""Logger set-up: one format, one prefix per process, and the only reader of the log-level variable."""
+"""Logger set-up: one format, one prefix per process; reads the log-level variable."""
 
 import logging
 import os
@@ -16,7 +16,9 @@ _LEVELS = {
 
 
 def setup(process: str, level: str | None = None) -> None:
-    """Send every record of this process to stderr, prefixed with `process` ("http", "engine", "rank 1")."""
+    """Send every record of this process to stderr, prefixed with `process` ("http", "engine",
+    "rank 1").
+    """
     name = (level or os.environ.get("PENSTOCK_LOG_LEVEL", "info")).lower()
     logging.basicConfig(
         level=_LEVELS.get(name, logging.INFO),

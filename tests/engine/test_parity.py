@@ -15,9 +15,7 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )  # fmt: skip
-YARN = dict(
-    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64
-)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 LONG = dict(max_position_embeddings=256)
 MODELS = {
     "llama-default": ("llama", LONG),
@@ -56,7 +54,9 @@ class Case:
             torch.randint(10, vocab, (n,), generator=generator).tolist() for n in (50, 7, 33, 64, 1)
         ]
         self.expected = [self._generate(prompt) for prompt in self.prompts]
-        self.logprobs = [self._logprobs(p + new) for p, new in zip(self.prompts, self.expected)]
+        self.logprobs = [
+            self._logprobs(p + new) for p, new in zip(self.prompts, self.expected, strict=True)
+        ]
 
     @torch.inference_mode()
     def _generate(self, prompt):
@@ -71,7 +71,7 @@ class Case:
         return self.model(torch.tensor([text])).logits[0].log_softmax(-1)
 
     def check(self, server, index, **fields):
-        """One request: 64 greedy tokens identical, log-probabilities of prompt and output within 1e-4."""
+        """One request: 64 greedy tokens identical, log-probabilities within 1e-4."""
         prompt, expected = self.prompts[index], self.expected[index]
         reply = server.post(
             "/v1/completions", model="m", prompt=prompt, max_tokens=NUM_TOKENS, temperature=0,

@@ -75,7 +75,11 @@ def test_the_story_is_the_one_transformers_tells(folder):
     expected = model.generate(prompt, max_new_tokens=NUM_TOKENS, do_sample=False)[0, 1:].tolist()
     with Server(folder, skip_tokenizer_init=True) as server:
         reply = server.post(
-            "/v1/completions", model="stories", prompt=[BOS], max_tokens=NUM_TOKENS, temperature=0,
+            "/v1/completions",
+            model="stories",
+            prompt=[BOS],
+            max_tokens=NUM_TOKENS,
+            temperature=0,
             detokenize=False,
         )
         assert reply["choices"][0]["token_ids"] == expected

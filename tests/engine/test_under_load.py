@@ -1,4 +1,4 @@
-"""Many clients, clients that leave, and an engine that dies: every request ends, nothing is left behind."""
+"""Many clients, clients that leave, an engine that dies: every request ends."""
 
 import asyncio
 import os
@@ -149,7 +149,7 @@ def test_an_interrupted_server_leaves_no_process_behind():
         family = psutil.Process(server.process.pid).children(recursive=True)
         assert len(family) == 2
         assert server.stop() == 0
-    gone, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
 
 
@@ -157,5 +157,5 @@ def test_a_killed_http_process_takes_its_engine_along():
     with Server("tiny") as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
         server.process.kill()
-        gone, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=30)
         assert not alive

@@ -2,10 +2,11 @@
 
     PYTHONPATH=src python tests/gpu/engine_check.py [parity] [trace]
 
-parity: bf16 with Triton attention and CUDA graphs. The largest logit error against fp32 is at most twice that
-of transformers' own bf16; greedy tokens are those of fp32 except where its two best are closer than that error.
-trace: decode steps of 32 requests on the Llama-3.1-8B shape; prints how long the GPU is idle and where the time
-goes, and fails when it idles 3 % or more, or when the host waits for the device anywhere but for results.
+parity: bf16 with Triton attention and CUDA graphs. The largest logit error against fp32 is at most
+twice that of transformers' own bf16; greedy tokens are those of fp32 except where its two best are
+closer than that error. trace: decode steps of 32 requests on the Llama-3.1-8B shape; prints how
+long the GPU is idle and where the time goes, and fails when it idles 3 % or more, or when the host
+waits for the device anywhere but for results.
 """
 
 import json
@@ -47,8 +48,16 @@ class LogitTap:
 
 
 def checkpoints(folder: Path):
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-    from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     shape = dict(
         vocab_size=2048, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8,
@@ -150,7 +159,11 @@ def check_trace(folder: Path) -> None:
         for _ in range(40):
             engine.turn()
         torch.cuda.set_sync_debug_mode("default")
-    syncs = {str(w.filename) + ":" + str(w.lineno) for w in caught if "synchroniz" in str(w.message)}
+    syncs = {
+        str(w.filename) + ":" + str(w.lineno)
+        for w in caught
+        if "synchronizing CUDA" in str(w.message)
+    }
     expect(not syncs, f"no hidden synchronisation in 20 decode steps {sorted(syncs)}")
 
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -175,7 +188,9 @@ def check_trace(folder: Path) -> None:
             busy += end - start
             reached = end
     idle = 1 - busy / (high - low)
-    expect(idle < 0.03, f"GPU idle {100 * idle:.2f} % of {(high - low) / 1e3:.1f} ms of decode steps")
+    expect(
+        idle < 0.03, f"GPU idle {100 * idle:.2f} % of {(high - low) / 1e3:.1f} ms of decode steps"
+    )
     for name, (total, count) in sorted(by_kernel.items(), key=lambda item: -item[1][0])[:14]:
         print(f"  {total / 1e3:8.2f} ms {count:6d}x {name[:110]}")
     engine.run()

@@ -8,11 +8,11 @@ import torch
 from paged_driver import CPU, PagedDriver, load_model, mixed_run, prompts
 from tiny_models import make_checkpoint, reference_model
 
+from penstock.hub.folder import local_folder
 from penstock.kernels.attention.backend import get_backend
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.hub.folder import local_folder
 from penstock.weights.load import load_weights
 
 TOLERANCE = 1e-4

@@ -26,7 +26,7 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans in order. A step is two calls: what only the commit before it knows comes second."""
+    """Runs plans in order, each in two calls: what the commit before it knows comes second."""
 
     def forward(self, plan: StepPlan) -> None: ...
 

@@ -37,7 +37,7 @@ def may_start(
     running: list[Sequence],
     num_overshoot: int,
 ) -> bool:
-    """Whether `seq` may join `running` on this rank. `num_overshoot` tokens may be written in excess."""
+    """Whether `seq` may join `running`; steps in flight may write `num_overshoot` tokens more."""
     if policy is CapacityPolicy.GUARANTEED_NO_EVICT:
         reserved = sum(kv.blocks_for(_most_tokens(s, num_overshoot)) for s in [*running, seq])
         return reserved <= kv.num_usable and kv.fits(match, seq.num_tokens, 0)

@@ -1,8 +1,8 @@
 """Chooses which sequences run next and which cache blocks they use: `plan()` down, `commit()` up.
 
-Knows ids, lengths, rows and block numbers. Does not know text, tensors or devices. Several plans may
-be in flight; a plan counts a token still on the device as one that will come, and a result that comes
-for a sequence which has ended or was preempted meanwhile is dropped.
+Knows ids, lengths, rows and block numbers. Does not know text, tensors or devices. Several plans
+may be in flight; a plan counts a token still on the device as one that will come, and a result
+that comes for a sequence which has ended or was preempted meanwhile is dropped.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from penstock.core.kv.manager import KVManager
 from penstock.core.policy import WaitingQueue, may_start
 from penstock.core.sequence import Sequence, State
 from penstock.core.stop import finish_reason
-from penstock.types.outputs import TokenDelta
+from penstock.types.outputs import TokenDelta, TokenLogprob
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineCounters
 from penstock.types.step import (
@@ -59,7 +59,7 @@ class _Draft:
 
 
 class Scheduler:
-    """`kvs[r]` is the cache of data-parallel rank r. A decode entry brings 1..`tokens_per_decode` tokens."""
+    """`kvs[r]`: cache of data-parallel rank r. A decode brings 1..`tokens_per_decode` tokens."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Scheduler:
     def _make_room(
         self, draft: _Draft, seq: Sequence, max_kv_len: int, is_blocked: list[bool]
     ) -> bool:
-        """Blocks for `seq` up to `max_kv_len`, preempting less important ones if that is what it takes."""
+        """Blocks for `seq` up to `max_kv_len`, if need be taken from less important sequences."""
         kv = self._kvs[seq.rank]
         assert seq.holder is not None
         if not kv.needs_blocks(seq.holder, max_kv_len):
@@ -354,30 +354,45 @@ class Scheduler:
                 return []
             return [TokenDelta(request_id=seq.id, prompt_logprobs=prompt_logprobs)]
         seq.num_pending -= 1
-        is_first = seq.num_output == 0
-        new_ids: list[int] = []
-        reason = None
+        reason, num_before = None, seq.num_output
         for token_id in result.token_ids[i, : result.num_accepted[i]].tolist():
             seq.append(token_id)
-            new_ids.append(token_id)
             if reason := finish_reason(seq, token_id):
                 break
-        self._counters.generated_tokens += len(new_ids)
+        num_new = seq.num_output - num_before
+        seq.unreported_logprobs += logprob_tuple(result.logprobs.get(i))[:num_new]
+        self._counters.generated_tokens += num_new
         seq.has_prefilled = True
         self._index(seq, seq.num_tokens - 1)
+        if reason is None and not seq.is_report_due and not prompt_logprobs:
+            return []
+        delta = self._report(seq, prompt_logprobs, reason)
+        if reason is not None:
+            self._counters.finished += 1
+            self._close(seq, reason)
+        return [delta]
+
+    def _report(
+        self,
+        seq: Sequence,
+        prompt_logprobs: tuple[TokenLogprob, ...],
+        reason: FinishReason | None,
+    ) -> TokenDelta:
+        """All output that has not been reported yet."""
+        new_ids = tuple(seq.tokens[seq.num_prompt + seq.num_reported :].tolist())
+        is_first = seq.num_reported == 0
         delta = TokenDelta(
             request_id=seq.id,
-            token_ids=tuple(new_ids),
-            logprobs=logprob_tuple(result.logprobs.get(i))[: len(new_ids)],
+            token_ids=new_ids,
+            logprobs=tuple(seq.unreported_logprobs),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=min(seq.num_cached, seq.num_prompt) if is_first else 0,
             finish=reason,
             stop_id=new_ids[-1] if reason is FinishReason.STOP else None,
         )
-        if reason is not None:
-            self._counters.finished += 1
-            self._close(seq, reason)
-        return [delta]
+        seq.num_reported = seq.num_output
+        seq.unreported_logprobs.clear()
+        return delta
 
     def _index(self, seq: Sequence, num_computed: int) -> None:
         assert seq.holder is not None
@@ -401,7 +416,7 @@ class Scheduler:
         return TokenDelta(request_id=seq.id, finish=reason)
 
     def _give_back(self, seq: Sequence) -> None:
-        """Row and blocks of a running sequence. The row may join again at once: steps run in order."""
+        """Row and blocks of a running sequence. Steps run in order: the row is free at once."""
         assert seq.holder is not None
         self._kvs[seq.rank].close(seq.holder, seq.last_step)
         self._kvs[seq.rank].release(self._committed_step)

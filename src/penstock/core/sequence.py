@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.core.kv.manager import Holder
 from penstock.core.kv.prefix_index import Tokens
+from penstock.types.outputs import TokenLogprob
 from penstock.types.request import Request
 
 
@@ -45,6 +46,8 @@ class Sequence:
         self.last_step = -1  # the newest step that may write its blocks
         self.num_cached = 0  # prompt tokens taken over from the cache in the first life
         self.num_prompt_logprobs = 0  # positions whose prompt log-probabilities were reported
+        self.num_reported = 0  # output tokens that were sent in deltas
+        self.unreported_logprobs: list[TokenLogprob] = []
         self.has_prefilled = False  # its prompt was computed and committed at least once
 
     @property
@@ -60,12 +63,17 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     @property
+    def is_report_due(self) -> bool:
+        every = self.request.report_every
+        return self.num_reported == 0 or self.num_output // every > self.num_reported // every
+
+    @property
     def is_prefilling(self) -> bool:
         return self.num_planned < self.num_prefill
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether another decode step can still be of use, counting those in flight as one token each."""
+        """Whether one more decode can be of use; those in flight count as one token each."""
         return self.num_output + self.num_pending < self.request.max_tokens
 
     def start(self, rank: int, row: int, holder: Holder, num_cached: int) -> None:

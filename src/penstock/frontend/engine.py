@@ -4,6 +4,7 @@ Knows the process and its address, not what is said to it (see `client`).
 """
 
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ class EngineHandle:
             how = f"by signal {-code}" if code < 0 else f"with code {code}"
             on_exit(f"the engine process ended {how}; its log says why")
 
-        task = {"config": dict(config), "address": self.address}
+        task = {"config": dict(config), "address": self.address, "spawned_at": time.time()}
         self._child = Child(ENGINE_MODULE, task, "engine", report)
 
     @property

@@ -20,6 +20,7 @@ def make_requests(
     info: EngineInfo,
     eos_ids: Sequence[int],
     new_id: Callable[[], int],
+    report_every: int = 1,
 ) -> list[Request]:
     """One request per sample; samples after the first wait for its prefix (`leader`)."""
     sampling = ask.sampling
@@ -37,6 +38,7 @@ def make_requests(
         stop_ids=tuple(dict.fromkeys((*eos_of_all, *sampling.stop_token_ids))),
         priority=ask.priority,
         cache_keys=() if ask.cache_salt is None else (ask.cache_salt,),
+        report_every=report_every,
     )
     return [first] + [
         replace(first, id=new_id(), sampling=_of_sample(sampling, i), leader=first.id)

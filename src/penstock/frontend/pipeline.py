@@ -21,6 +21,8 @@ from penstock.types.outputs import TextDelta, TokenDelta
 from penstock.types.request import FinishReason, GenerateInput, Request
 from penstock.types.sampling import SamplingParams
 
+# Nobody reads a whole answer before its end; a report now and then keeps its size bounded.
+_UNSTREAMED_INTERVAL = 64
 # Below this, tokenising costs less than handing it to a thread (about a millisecond).
 _INLINE_CHARS = 4096
 
@@ -47,9 +49,13 @@ class GenerationPipeline:
             raise _needs_tokenizer("stop strings", "stop")
         ids, text = await self.tokenize(ask)
         eos_ids = () if self.tokenizer is None else self.tokenizer.eos_ids
-        requests = make_requests(ask, ids, self.client.info, eos_ids, self.client.new_id)
-        ranks_samples = len(requests) > sampling.n
+        ranks_samples = sampling.num_samples > sampling.n
         interval = self._stream_interval if stream and not ranks_samples else None
+        # Stop strings are found here, so every token must come; else only when there is news.
+        report_every = 1 if sampling.stop else interval or _UNSTREAMED_INTERVAL
+        requests = make_requests(
+            ask, ids, self.client.info, eos_ids, self.client.new_id, report_every
+        )
         samples = [
             Sample(i, sampling, self.tokenizer, interval) for i in range(sampling.num_samples)
         ]

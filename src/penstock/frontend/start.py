@@ -1,5 +1,4 @@
-"""Starts everything one front end needs: engine process, client, tokenizer, chat template,
-pipeline.
+"""Starts what a front end needs: engine process, client, tokenizer, chat template, pipeline.
 
 `LLM` and the HTTP server both begin and end here.
 """
@@ -11,9 +10,9 @@ from penstock.config.schema import EngineConfig
 from penstock.frontend.client import EngineClient
 from penstock.frontend.engine import EngineHandle
 from penstock.frontend.pipeline import GenerationPipeline
+from penstock.hub.folder import local_folder
 from penstock.text.chat import ChatTemplate, read_chat_template
 from penstock.text.tokenizer import Tokenizer
-from penstock.hub.folder import local_folder
 
 
 async def start_pipeline(config: EngineConfig) -> tuple[GenerationPipeline, EngineHandle]:

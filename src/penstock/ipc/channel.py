@@ -1,7 +1,7 @@
-"""Typed message pipes over Unix sockets: `Sender` pushes, `Receiver` pulls; both have an asyncio twin.
+"""Typed message pipes over Unix sockets: a `Sender` pushes, a `Receiver` pulls.
 
-A receiver binds an address inside a private folder, so only this user reaches it. Queues are bounded:
-a sender whose peer has stopped reading gets `ChannelFull` instead of growing without end.
+A receiver binds an address inside a private folder, so only this user reaches it. Queues are
+bounded: a sender whose peer has stopped reading gets `ChannelFull` instead of growing without end.
 """
 
 import itertools
@@ -67,7 +67,7 @@ class Receiver:
         self._socket.bind(bind)
 
     def receive(self, timeout_ms: int) -> Any | None:
-        """The next message, or None after `timeout_ms` (0: only what is already here; -1: wait for ever)."""
+        """The next message, or None after `timeout_ms` (0: what is already here; -1: for ever)."""
         if not self._socket.poll(timeout_ms):
             return None
         return self._decoder.decode(self._socket.recv())

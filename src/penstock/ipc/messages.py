@@ -1,6 +1,7 @@
 """Every message between processes, and its bytes: tagged msgpack, typed on arrival, never pickle.
 
-numpy arrays travel as an extension (dtype, shape, raw bytes) restricted to the dtypes of `StepPlan`.
+numpy arrays travel as an extension (dtype, shape, raw bytes) restricted to the dtypes of
+`StepPlan`.
 """
 
 import struct
@@ -44,7 +45,7 @@ class Abort(Message, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the running engine is: the limits a request is checked against, and what `/version` shows."""
+    """The running engine: limits that requests are checked against, and what `/version` shows."""
 
     max_seq_len: int
     max_num_tokens: int

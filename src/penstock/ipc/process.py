@@ -1,6 +1,7 @@
-"""Child processes: spawn a module with a JSON task on its stdin, notice its death, stop it in order.
+"""Child processes: spawn a module with a JSON task on stdin, notice its death, stop it.
 
-The child keeps reading stdin; when the parent ends for whatever reason the pipe closes and the child leaves.
+The child keeps reading stdin; when the parent ends for whatever reason the pipe closes and the
+child leaves.
 """
 
 import os
@@ -18,7 +19,7 @@ _log = log.get(__name__)
 
 
 class Child:
-    """One spawned `python -m module`. `on_exit(code)` runs in a thread when it ends without being stopped."""
+    """One `python -m module`. `on_exit(code)` runs in a thread when it ends by itself."""
 
     def __init__(
         self,
@@ -31,7 +32,8 @@ class Child:
         self.name = name
         self._stopping = False
         self._on_exit = on_exit
-        # A session of its own: Ctrl+C reaches the parent alone, which then stops its children in order.
+        # A session of its own: Ctrl+C reaches the parent alone, which then stops its children in
+        # order.
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,

@@ -1,7 +1,8 @@
 """`ForwardBatch`: all that a model's forward may know about one step. Built by `runtime/batch.py`.
 
 Legend: T tokens in the step, N sequences (entries), R rows, M blocks a row may have.
-Tokens of entry i are [query_starts[i], query_starts[i + 1]). Decode entries come first, one token each.
+Tokens of entry i are [query_starts[i], query_starts[i + 1]). Decode entries come first, one token
+each.
 """
 
 from dataclasses import dataclass

@@ -11,9 +11,11 @@ from penstock.kernels.batch import ForwardBatch
 from penstock.layers.attention import Attention
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding, VocabHead
+from penstock.layers.linear import Linear
 from penstock.layers.norm import ResidualNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec
+from penstock.weights.mapping import Rules
 
 
 class DecoderBlock(nn.Module):
@@ -36,7 +38,9 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """An architecture is a subclass that says what a block is made of."""
+    """An architecture is a subclass that says what a block is made of, and its weights' names."""
+
+    weight_rules: Rules
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -65,6 +69,12 @@ class Decoder(nn.Module):
     def logits(self, x_LD: Tensor) -> Tensor:
         """Logits of the whole vocabulary, in the model's dtype, on every rank."""
         return self.head(x_LD)
+
+    def finish(self) -> None:
+        """After loading: every layer brings its weights into the form it computes with."""
+        for module in self.modules():
+            if isinstance(module, Linear | VocabHead):
+                module.finish()
 
     def cache_layers(self) -> list[Attention]:
         """The layers that need a cache, in order."""

@@ -5,6 +5,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.kernels.gemm import linear, packed
 from penstock.layers.build import Build
 from penstock.parallel.collectives import all_gather, all_reduce
 from penstock.parallel.parameter import new_parameter
@@ -46,8 +47,14 @@ class VocabHead(nn.Module):
         super().__init__()
         self.vocab_size = table.vocab_size
         self.ranks = table.ranks
-        self.weight = table.weight
+        self.weight: Tensor = table.weight
+
+    def finish(self) -> None:
+        """After loading: a copy of its own where packing pays, the shared table elsewhere."""
+        table = self.weight
+        del self.weight
+        self.weight = packed(table)
 
     def forward(self, x_LD: Tensor) -> Tensor:
-        logits_LV = all_gather(F.linear(x_LD, self.weight), self.ranks)
+        logits_LV = all_gather(linear(x_LD, self.weight), self.ranks)
         return logits_LV[:, : self.vocab_size].contiguous()

@@ -30,6 +30,10 @@ class Linear(nn.Module):
         self.scheme.create(self, self.shape, build.dtype, build.device)
         self.post_op: PostOp | None = None
 
+    def finish(self) -> None:
+        """After loading: the parameters are now the scheme's own and no checkpoint fits them."""
+        self.scheme.finish(self)
+
     def forward(self, x_TI: Tensor, batch: ForwardBatch) -> Tensor:
         return self._multiply(x_TI, batch, add_bias=True)
 

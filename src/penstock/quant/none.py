@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from penstock.kernels.gemm import linear, packed
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Piece
 from penstock.quant.scheme import LinearShape
@@ -31,5 +31,10 @@ class Unquantized:
         else:
             layer.register_parameter("bias", None)
 
+    def finish(self, layer: Any) -> None:
+        weight = layer.weight
+        del layer.weight
+        layer.weight = packed(weight)
+
     def apply(self, layer: Any, x_TI: Tensor, add_bias: bool) -> Tensor:
-        return F.linear(x_TI, layer.weight, layer.bias if add_bias else None)
+        return linear(x_TI, layer.weight, layer.bias if add_bias else None)

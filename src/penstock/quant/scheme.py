@@ -37,6 +37,10 @@ class LinearScheme(Protocol):
         """Give `layer` its parameters, not yet filled."""
         ...
 
+    def finish(self, layer: Any) -> None:
+        """The parameters are filled: bring them into the form that `apply` multiplies with."""
+        ...
+
     def apply(self, layer: Any, x_TI: Tensor, add_bias: bool) -> Tensor:
         """x times the matrix of a layer that `create` saw, plus its bias if `add_bias`."""
         ...

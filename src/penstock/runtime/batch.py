@@ -1,7 +1,7 @@
 """What the device knows of each running sequence (`Rows`), and a plan turned into tensors.
 
-True lengths and last tokens live here, on the device. A decode step is built from them alone: the host
-sends row numbers. Nothing in this file waits for the device.
+True lengths and last tokens live here, on the device. A decode step is built from them alone: the
+host sends row numbers. Nothing in this file waits for the device.
 """
 
 # R rows (the last one is padding), M blocks a row may have, N entries, T tokens, L logit rows
@@ -131,7 +131,7 @@ class Rows:
         )
 
     def decode_batch(self, rows_N: Tensor, max_kv_len: int) -> ForwardBatch:
-        """One token of each row, built on the device; `rows_N` may be padded with the padding row."""
+        """One token of each row, built on the device; `rows_N` may hold padding rows."""
         input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
             rows_N, self.last_tokens_R, self.lengths_R, self.block_table_RM, self.block_size
         )

@@ -1,4 +1,4 @@
-"""The device side's only composition root: loads one rank's model, plans its memory, wires a runner.
+"""The device side's only composition root: one rank's model, memory plan and runner.
 
 Two phases, because ranks must agree on the number of cache blocks in between.
 """
@@ -74,24 +74,31 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
             dummy_weights(model, config.seed)
         else:
             load_weights(model, Path(config.model_path), spec, mesh, progress=mesh.rank == 0)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        model.finish()
         if device.type == "cuda":
             torch.cuda.synchronize()
     with timeline.phase("plan memory"):
-        memory = _plan_memory(config, spec, model, mesh, device)
+        memory = _plan_memory(config, spec, model, mesh, device, weights)
     return LoadedRank(model=model, mesh=mesh, device=device, memory=memory)
 
 
 def _plan_memory(
-    config: RunConfig, spec: ModelSpec, model: Decoder, mesh: RankMesh, device: torch.device
+    config: RunConfig,
+    spec: ModelSpec,
+    model: Decoder,
+    mesh: RankMesh,
+    device: torch.device,
+    weights: int,
 ) -> MemoryPlan:
     block = bytes_per_block(model.cache_layers(), config.tokens_per_block)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if device.type == "cpu":
         return make_plan(config, weights=weights, activations=0, free=0, block=block)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    # The largest step there can be, on a cache of two blocks: what counts is its peak, not its result.
+    # The largest step there can be, on a cache of two blocks: what counts is its peak, not its
+    # result.
     runner, _ = _wire(config, spec, model, mesh, device, num_blocks=2)
     runner.forward(_largest_step(config))
     runner.sample(0, LateInputs())

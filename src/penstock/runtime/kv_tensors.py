@@ -39,7 +39,7 @@ class KVTensors:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not garbage: a masked key times NaN is NaN. On a CPU pages are taken when first used."""
+    """Zeros, since a masked key times NaN is NaN. CPU pages are taken when first used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

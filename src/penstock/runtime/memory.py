@@ -35,7 +35,7 @@ class MemoryPlan:
 def make_plan(
     config: RunConfig, *, weights: int, activations: int, free: int, block: int
 ) -> MemoryPlan:
-    """`free` bytes are left on the device after the weights; activations are not taken from it yet."""
+    """`free` bytes are left on the device beside the weights, activations not yet taken off."""
     graphs = 0
     if config.device == "cpu":
         budget = config.kv_cpu_bytes

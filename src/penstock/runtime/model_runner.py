@@ -116,7 +116,7 @@ class ModelRunner:
         scores = self._scorer.score(plan, hidden_TD)
         if inputs.logit_index_L is not None:
             hidden_TD = hidden_TD[inputs.logit_index_L]
-        logits_LV = self._model.logits(hidden_TD)
+        logits_LV = self._model.logits(hidden_TD) if len(inputs.rows) else hidden_TD
         return _Forwarded(plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, scores)
 
     @torch.inference_mode()

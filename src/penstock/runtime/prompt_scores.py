@@ -15,7 +15,7 @@ from penstock.types.step import LogprobRows, RowJoin, StepPlan
 
 @dataclass(slots=True)
 class PromptScores:
-    """Of one step: entry -> its stretch of the scored positions and how many alternatives it wants."""
+    """Of one step: entry -> its stretch of the scored positions, alternatives wanted."""
 
     stretches: dict[int, tuple[int, int, int]]
     tokens: TokenLogprobs

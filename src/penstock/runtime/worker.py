@@ -1,7 +1,7 @@
 """A rank other than 0: loads its share, then runs every plan it is sent, in order.
 
-Started by rank 0 as `python -m penstock.runtime.worker`; the same messages will carry plans to ranks
-on other machines.
+Started by rank 0 as `python -m penstock.runtime.worker`; the same messages will carry plans to
+ranks on other machines.
 """
 
 import os

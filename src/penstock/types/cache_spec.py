@@ -7,7 +7,7 @@ RESERVED_BLOCKS = 1  # block 0 belongs to nobody: padded device rows write there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullKV:
-    """Keys and values of every token. `window` limits what attention reads, not (yet) what is kept."""
+    """Keys and values of every token; a window limits what attention reads, not what is kept."""
 
     num_kv_heads: int  # on this rank
     head_size: int

@@ -1,4 +1,4 @@
-"""`ModelSpec`: the HF config parsed once into typed fields; nobody reads the raw config after this."""
+"""`ModelSpec`: the HF config parsed once into typed fields; the raw config is read nowhere else."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding: `kind` is default, linear, dynamic, llama3 or yarn; the rest are its parameters."""
+    """Rotary embedding: `kind` is default, linear, dynamic, llama3 or yarn."""
 
     kind: str = "default"
     theta: float = 10000.0

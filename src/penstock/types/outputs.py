@@ -7,7 +7,7 @@ from penstock.types.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token of the text and its best alternatives, natural log, before temperature and penalties."""
+    """One token and its best alternatives; natural log, before temperature and penalties."""
 
     token_id: int
     logprob: float

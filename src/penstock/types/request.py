@@ -45,9 +45,9 @@ class GenerateInput:
 class Request:
     """One sequence for the engine: ids only, already checked against the limits.
 
-    `id` is unique over all front ends (see `request_id`). `stop_ids` end the sequence: the last token
-    of its deltas is then one of them, which the front end leaves out of the text. They hold the
-    model's EOS unless `ignore_eos`. `max_tokens` is always set.
+    `id` is unique over all front ends (see `request_id`). `stop_ids` end the sequence: the last
+    token of its deltas is then one of them, which the front end leaves out of the text. They hold
+    the model's EOS unless `ignore_eos`. `max_tokens` is always set.
     """
 
     id: int
@@ -59,6 +59,7 @@ class Request:
     cache_keys: tuple[
         str, ...
     ] = ()  # prefix blocks are shared only between equal keys (salt, adapter, ...)
+    report_every: int = 1  # output tokens per delta; the first one is reported at once
     late_inputs: bool = False  # its sampling depends on what the commit before it finds
     leader: int | None = (
         None  # id of the sample of the same prompt whose prefix this one waits to share

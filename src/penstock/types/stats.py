@@ -1,11 +1,11 @@
-"""What the engine counts: totals since start and one record per iteration. Counting only, no decisions."""
+"""What the engine counts: totals since start, and one record per iteration."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCounters:
-    """Totals since start (monotonic) and gauges of now. Owned by the engine loop, copied into `Stats`."""
+    """Totals since start (monotonic) and gauges of now."""
 
     steps: int = 0
     prompt_tokens: int = 0  # computed, so without reused ones

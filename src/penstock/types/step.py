@@ -1,9 +1,11 @@
 """`StepPlan` (down) and `StepResult` (up): the only two shapes between control and device.
 
-A plan is a delta. It names rows that join and leave, blocks that rows gain, and the entries that run; block
-tables, last tokens and true lengths live on the device. Nothing here is proportional to batch x context.
+A plan is a delta. It names rows that join and leave, blocks that rows gain, and the entries that
+run; block tables, last tokens and true lengths live on the device. Nothing here is proportional to
+batch x context.
 
-A *row* is the device slot of one running sequence, in [0, max_batch_size) of its data-parallel rank.
+A *row* is the device slot of one running sequence, in [0, max_batch_size) of its data-parallel
+rank.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ FROM_DEVICE = -1  # in StepPlan.starts: the row itself knows its position and it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowJoin:
-    """A sequence takes a row. `token_ids` is all it must prefill: its prompt, and after a preemption its output.
+    """A sequence takes a row. `token_ids` is all it must prefill: its prompt, and after a
+    preemption its output.
 
     The first `num_cached` tokens already have their cache in the row's first blocks.
     """
@@ -62,12 +65,13 @@ class BlockGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What the device does next, in this order: joins, block growth, cache operations, forward, sample.
+    """What the device does next, in this order: joins, block growth, cache operations, forward,
+    sample.
 
-    Entry i runs `num_tokens[i]` tokens of row `rows[i]`. `starts[i] >= 0`: prompt tokens from that offset.
-    FROM_DEVICE: decode, the row's own last token at the row's own position. Decode entries come first.
-    `num_logit_rows[i]` is 0 for a chunk that does not reach the end of what must be prefilled.
-    `max_kv_lens[i]` bounds the sequence's length after the step.
+    Entry i runs `num_tokens[i]` tokens of row `rows[i]`. `starts[i] >= 0`: prompt tokens from that
+    offset. FROM_DEVICE: decode, the row's own last token at the row's own position. Decode entries
+    come first. `num_logit_rows[i]` is 0 for a chunk that does not reach the end of what must be
+    prefilled. `max_kv_lens[i]` bounds the sequence's length after the step.
     """
 
     step_id: int
@@ -91,12 +95,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateInputs:
-    """What sampling needs that only the previous commit could tell (grammar masks, ...). Empty today."""
+    """What sampling needs that only the previous commit could tell. Empty today."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobRows:
-    """Log-probabilities of some positions: row j says what position j gave to a token and its alternatives."""
+    """Log-probabilities: what position j gave to one token and to its best alternatives."""
 
     token_ids: Int32s  # [J] the token asked about
     logprobs: Float32s  # [J]
@@ -107,7 +111,8 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the device found. token_ids[i, :num_accepted[i]] are entry i's new tokens (none for a middle chunk).
+    """What the device found. token_ids[i, :num_accepted[i]] are entry i's new tokens (none for a
+    middle chunk).
 
     `logprobs[i]` and `prompt_logprobs[i]` exist for the entries that asked, keyed by entry index.
     `error` fails every request of the step.

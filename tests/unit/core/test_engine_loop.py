@@ -23,10 +23,10 @@ from penstock.types.stats import EngineCounters
 
 def run_config(**changes) -> RunConfig:
     values = dict(
-        model="m", model_path="m", load_format="dummy", dtype="float32", device="cpu", num_threads=1,
-        tp_size=1, max_batch_size=4, max_num_tokens=8, max_seq_len=64, max_queued=100,
-        chunked_prefill=True, capacity_policy=CapacityPolicy.MAX_UTILIZATION, depth=1,
-        tokens_per_block=4, block_reuse=True, partial_reuse=True, kv_dtype="float32",
+        model="m", model_path="m", load_format="dummy", dtype="float32", device="cpu",
+        num_threads=1, tp_size=1, max_batch_size=4, max_num_tokens=8, max_seq_len=64,
+        max_queued=100, chunked_prefill=True, capacity_policy=CapacityPolicy.MAX_UTILIZATION,
+        depth=1, tokens_per_block=4, block_reuse=True, partial_reuse=True, kv_dtype="float32",
         kv_max_tokens=None, kv_memory_fraction=0.9, kv_cpu_bytes=0, attention_backend="reference",
         graph_batch_sizes=(), graph_padding=True, seed=0,
     )  # fmt: skip
@@ -138,6 +138,19 @@ def test_a_second_equal_prompt_takes_its_prefix_from_the_cache():
     # Two full blocks, and two of the three tokens that are left after them: one is always computed.
     assert engine.counters.prefix_hit_tokens == 10
     assert engine.tokens[rid] == oracle(PROMPT, 6)
+
+
+def test_reports_come_for_the_first_token_every_nth_and_the_last():
+    engine = Engine(num_blocks=40)
+    rid = engine.submit(PROMPT, max_tokens=10, report_every=4)
+    sizes = []
+    while not engine.ends[rid]:
+        before = len(engine.tokens[rid])
+        engine.turn()
+        if len(engine.tokens[rid]) > before:
+            sizes.append(len(engine.tokens[rid]))
+    assert sizes == [1, 4, 8, 10]
+    assert engine.tokens[rid] == oracle(PROMPT, 10)
 
 
 def test_another_cache_key_shares_nothing():
@@ -269,6 +282,7 @@ traffic = st.lists(
             st.integers(0, 1),
             st.booleans(),
             st.booleans(),
+            st.integers(1, 5),
         ),
         st.tuples(st.just("abort"), st.integers(0, 30)),
         st.tuples(st.just("turns"), st.integers(1, 6)),
@@ -299,12 +313,12 @@ def test_any_traffic_gives_every_request_its_tokens_and_one_end(
     asked: dict[int, tuple] = {}
     for event in events:
         if event[0] == "submit":
-            _, prompt, max_tokens, priority, late, follows = event
+            _, prompt, max_tokens, priority, late, follows, every = event
             leader = next(reversed(asked), None) if follows else None
             stop_ids = (oracle(tuple(prompt), 12)[-1],)
             rid = engine.submit(
                 prompt, max_tokens, priority=priority, late_inputs=late, leader=leader,
-                stop_ids=stop_ids,
+                stop_ids=stop_ids, report_every=every,
             )  # fmt: skip
             asked[rid] = (tuple(prompt), max_tokens, stop_ids)
         elif event[0] == "abort":

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import ConfigError
+from penstock.hub.tiny import write_tiny_model
 from penstock.kernels.attention.backend import get_backend
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.stream import stream, weight_files
-from penstock.hub.tiny import write_tiny_model
 
 SINGLE = RankMesh.single()
 

@@ -1,15 +1,14 @@
-"""Which cache blocks are free. Counts references, remembers reusable blocks, picks the oldest to evict.
+"""Which cache blocks are free: counts references, keeps reusable blocks, evicts the oldest.
 
-A block is in exactly one place: held (references > 0), quarantined (freed, but a step in flight may still
-write it), reusable (free, its contents indexed) or blank (free, contents unknown). Block 0 is never given
-out: padded device rows write there.
+A block is in exactly one place: held (references > 0), quarantined (freed, but a step in flight
+may still write it), reusable (free, its contents indexed) or blank (free, contents unknown). Block
+0 is never given out: padded device rows write there.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from penstock.types.cache_spec import RESERVED_BLOCKS
-
 
 
 class BlockPool:
@@ -56,7 +55,7 @@ class BlockPool:
             self._reusable.move_to_end(block)
 
     def allocate(self) -> int:
-        """A block for a new holder; evicts the least recently freed reusable one when no blank is left."""
+        """A block for a new holder: a blank one, else the least recently freed reusable one."""
         if self._blank:
             block = self._blank.popleft()
         else:

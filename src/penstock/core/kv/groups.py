@@ -25,7 +25,7 @@ class GroupTable:
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """A prefix found in the cache: blocks to share, then a block whose beginning is worth a copy."""
+    """A prefix found in the cache: blocks to share, then a block to copy the beginning of."""
 
     num_tokens: int
     digests: tuple[bytes, ...]  # one more than shared: the root first

@@ -60,7 +60,7 @@ class KVManager:
                 return PrefixMatch(limit, found)
 
     def fits(self, match: PrefixMatch, num_tokens: int, num_spare: int) -> bool:
-        """Whether a holder of `num_tokens` could open now and leave `num_spare` blocks available."""
+        """Whether a holder of `num_tokens` could open now and leave `num_spare` blocks."""
         return all(
             group.cost(part, num_tokens) + num_spare <= group.pool.num_available
             for group, part in zip(self.groups, match.groups, strict=True)

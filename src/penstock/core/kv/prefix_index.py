@@ -1,7 +1,7 @@
-"""Finds blocks by the text they hold: a chain of digests, one per full block, from the first token on.
+"""Finds blocks by the text they hold: a chain of digests, one per full block.
 
-The chain starts from the request's cache keys, so equal text under another key never matches. Tokens are
-compared too: a digest alone decides nothing.
+The chain starts from the request's cache keys, so equal text under another key never matches.
+Tokens are compared too: a digest alone decides nothing.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class PrefixIndex:
         return block
 
     def find_partial(self, parent: bytes, tokens: Tokens) -> tuple[int, int]:
-        """The block after `parent` that shares most leading tokens, and how many; (0, 0) if none does."""
+        """The block after `parent` that shares most leading tokens, and how many; else (0, 0)."""
         best = (0, 0)
         candidates = self._children.get((parent, int(tokens[0])), {})
         for block in islice(reversed(candidates), _MAX_CANDIDATES):
@@ -65,7 +65,7 @@ class PrefixIndex:
         return best
 
     def insert(self, block: int, parent: bytes, digest: bytes, tokens: Tokens) -> None:
-        """Index a full block; a second block with the same text is left out, the first one serves."""
+        """Index a full block; a second block with the same text is left out."""
         if digest in self._block_of:
             return
         self._block_of[digest] = block

