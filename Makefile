@@ -39,6 +39,8 @@ test-gpu:  ## kernel and engine checks on a CUDA machine, with the python that h
 	PYTHONPATH=src $(PYTHON) tests/gpu/kernel_times.py
 	PYTHONPATH=src $(PYTHON) tests/gpu/sampling_check.py
 	PYTHONPATH=src $(PYTHON) tests/gpu/engine_check.py
+	PYTHONPATH=src $(PYTHON) tests/gpu/tp_check.py
+	PYTHONPATH=src $(PYTHON) tests/gpu/http_check.py
 
 bench:  ## engine speed on a CUDA machine: TPOT, 32 and 256 requests, start-up
 	PYTHONPATH=src $(PYTHON) benchmarks/dense.py $(ARGS)

@@ -193,7 +193,8 @@ class Engine:
 
         def describe(plan: StepPlan, started: float) -> IterationStats:
             counters.graph_replays = runner.num_graph_replays
-            return describe_step(plan, counters, config, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            return describe_step(plan, counters, config, seconds, runner.device_bytes)
 
         self.loop = EngineLoop(
             self.scheduler,
@@ -253,7 +254,11 @@ class Engine:
 
 
 def describe_step(
-    plan: StepPlan, counters: EngineCounters, config: RunConfig, seconds: float
+    plan: StepPlan,
+    counters: EngineCounters,
+    config: RunConfig,
+    seconds: float,
+    device_bytes: int,
 ) -> IterationStats:
     num_context = plan.num_entries - plan.num_decodes
     num_reused = sum(join.num_cached // config.tokens_per_block for join in plan.joins)
@@ -274,7 +279,7 @@ def describe_step(
         new_blocks=len(plan.growth.rows) - num_reused,
         reused_blocks=num_reused,
         missed_blocks=len(plan.growth.rows) - num_reused,
-        gpu_mem_bytes=0,
+        gpu_mem_bytes=device_bytes,
     )
 
 

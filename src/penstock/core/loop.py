@@ -17,6 +17,7 @@ from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import LateInputs, StepPlan, StepResult
 
 _IDLE_WAIT_MS = 100
+_GATE_WAIT_MS = 1
 _STATS_PERIOD_S = 0.25
 _MAX_ITERATIONS_KEPT = 1000
 
@@ -75,6 +76,7 @@ class EngineLoop:
         self._steps: deque[_Step] = deque()
         self._iterations: deque[IterationStats] = deque(maxlen=_MAX_ITERATIONS_KEPT)
         self._stats_due = clock()
+        self._patience_ms = 0
         self._stop = False
 
     def stop(self) -> None:
@@ -87,12 +89,14 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Launch one step if there is room for it, else commit the oldest in flight."""
-        is_idle = not self._steps and not self._scheduler.has_work
-        self._receive(_IDLE_WAIT_MS if is_idle else 0)
+        self._receive(self._patience_ms)
+        self._patience_ms = 0
         if self._may_launch() and (plan := self._scheduler.plan()) is not None:
             self._launch(plan)
         elif self._steps:
             self._commit()
+        else:  # nothing to do before a message comes, or a gate opens
+            self._patience_ms = _GATE_WAIT_MS if self._scheduler.has_work else _IDLE_WAIT_MS
         self._report()
 
     def _receive(self, timeout_ms: int) -> None:

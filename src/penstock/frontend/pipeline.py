@@ -56,6 +56,8 @@ class GenerationPipeline:
         requests = make_requests(
             ask, ids, self.client.info, eos_ids, self.client.new_id, report_every
         )
+        if len(requests[0].prompt_ids) < len(ids):
+            text = None  # it was truncated, so this is not its text any more
         samples = [
             Sample(i, sampling, self.tokenizer, interval) for i in range(sampling.num_samples)
         ]

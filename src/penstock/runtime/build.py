@@ -56,7 +56,7 @@ class LoadedRank:
 def rank_device(config: RunConfig, rank: int) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())  # ranks fill node after node
     torch.cuda.set_device(device)
     return device
 

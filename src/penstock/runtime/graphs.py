@@ -51,7 +51,10 @@ class CudaGraphs:
                 self._step(rows_N)  # compiles kernels and grows workspaces outside the capture
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            # Thread-local: a collective's watchdog thread may ask for its events meanwhile.
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 outputs = self._step(rows_N)
             self._captured[size] = _Captured(graph, outputs)
             on_captured(size)

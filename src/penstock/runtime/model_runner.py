@@ -95,6 +95,11 @@ class ModelRunner:
     def num_graph_replays(self) -> int:
         return self._graphs.num_replays if self._graphs else 0
 
+    @property
+    def device_bytes(self) -> int:
+        """Device memory this process has taken; 0 on a CPU."""
+        return torch.cuda.memory_reserved() if self._rows.device.type == "cuda" else 0
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         self._rows.apply(plan)

@@ -88,5 +88,6 @@ def _within(name: str, value: float | None, low: float, high: float | None) -> N
     if value is None:
         return
     bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-    if not math.isfinite(value) or value < low or (high is not None and value > high):
+    is_number = isinstance(value, int) or math.isfinite(value)
+    if not is_number or value < low or (high is not None and value > high):
         raise RequestError("invalid_value", f"{name} is {value}, it must be {bounds}", name)

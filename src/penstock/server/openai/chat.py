@@ -54,6 +54,7 @@ class _Answer:
         self._created = int(time.time())
         self._model = state.model_name if asked.model is None else asked.model
         self._echo = _echo(asked)
+        self._shows_ids = not asked.detokenize or state.pipeline.tokenizer is None
 
     async def whole(self) -> ChatReply:
         [samples] = await self._generations.collect()
@@ -75,7 +76,7 @@ class _Answer:
             finish_reason=sample.finish.value,
             stop_reason=sample.stop_reason,
             avg_decoded_tokens_per_iter=1.0,
-            token_ids=UNSET if self._asked.detokenize else list(sample.token_ids),
+            token_ids=list(sample.token_ids) if self._shows_ids else UNSET,
         )
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -102,7 +103,7 @@ class _Answer:
             yield self._event([], usage=Usage.of(self._generations.usage()))
 
     def _carries_tokens(self, delta: TextDelta) -> bool:
-        return bool(delta.token_ids) and (self._asked.logprobs or not self._asked.detokenize)
+        return bool(delta.token_ids) and (self._asked.logprobs or self._shows_ids)
 
     def _chunk_choice(self, delta: TextDelta) -> ChatChunkChoice:
         choice = ChatChunkChoice(index=delta.index, delta=ChatDelta())
@@ -110,7 +111,7 @@ class _Answer:
             choice.delta.content = delta.text
         if self._asked.logprobs and delta.logprobs:
             choice.logprobs = chat_logprobs(delta.logprobs, self._names)
-        if not self._asked.detokenize:
+        if self._shows_ids:
             choice.token_ids = list(delta.token_ids)
         if delta.finish is not None:
             choice.finish_reason = delta.finish.value

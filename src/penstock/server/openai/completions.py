@@ -128,6 +128,7 @@ class _Choice:
         self._index = index
         self._prompt_entries = prompt_entries
         self._writer = CompletionWriter(state.names, asked.logprobs or 0)
+        self._shows_ids = not asked.detokenize or state.pipeline.tokenizer is None
         self._begun = False
 
     def write(self, delta: TextDelta) -> CompletionChoice | None:
@@ -148,7 +149,7 @@ class _Choice:
             choice.stop_reason = delta.stop_reason
             if choice.logprobs is not None:
                 self._writer.write(choice.logprobs, delta.logprobs)
-            if not asked.detokenize:
+            if self._shows_ids:
                 choice.token_ids = list(delta.token_ids)
         if delta.finish is not None:
             finish = FinishReason.LENGTH if asked.echo_only else delta.finish

@@ -1,0 +1,73 @@
+"""What the source may not say: feature names in the core, and calls that run or unpickle data."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "penstock"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Files every request passes through. A feature attaches at a seam; they do not know its name.
+CORE = ("core/loop.py", "core/scheduler.py", "runtime/model_runner.py")
+FEATURES = (
+    *("grammar", "guided", "schema", "regex", "lora", "adapter", "eagle", "mtp", "medusa"),
+    *("speculat", "draft_", "ngram", "moe", "expert", "vision", "image", "audio", "video"),
+    *("multimodal", "harmony", "reasoning", "think", "tool", "disagg", "mamba", "quant", "fp8"),
+    *("llama", "qwen", "mistral", "deepseek", "gpt"),
+)
+
+# Name as written in the source -> the files that may use it.
+RESTRICTED: dict[str, tuple[str, ...]] = {
+    "eval": (),
+    "exec": (),
+    "compile": (),
+    "__import__": (),
+    "pickle": (),
+    "cloudpickle": (),
+    "dill": (),
+    "marshal": (),
+    "shelve": (),
+    "torch.load": (),
+    "torch.save": (),
+    "os.system": (),
+    "yaml.load": ("config/load.py",),  # with a loader that makes plain data only
+    "os.getenv": (),
+    # The log level, the cache folder, what a child process inherits, where gloo listens.
+    "os.environ": ("log.py", "hub/folder.py", "ipc/process.py", "parallel/mesh.py"),
+    "subprocess": ("ipc/process.py", "cli/doctor.py"),
+}
+
+
+def names(path: Path) -> set[str]:
+    """Modules imported, plain names called, and dotted names used."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import(names=aliases):
+                found |= {alias.name.partition(".")[0] for alias in aliases}
+            case ast.ImportFrom(module=str(module), names=aliases):
+                found |= {module.partition(".")[0], *(f"{module}.{one.name}" for one in aliases)}
+            case ast.Call(func=ast.Name(id=name)):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id=owner), attr=attribute):
+                found.add(f"{owner}.{attribute}")
+    return found
+
+
+@pytest.mark.parametrize("path", CORE)
+def test_the_core_names_no_feature(path):
+    text = (SOURCE / path).read_text(encoding="utf-8")
+    snake_case = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", text).lower()
+    found = re.findall(rf"(?<![a-z])(?:{'|'.join(FEATURES)})\w*", snake_case)
+    assert not found, f"{path} must not know {sorted(set(found))}; attach it at a seam"
+
+
+def test_restricted_names_are_used_only_where_they_may():
+    used = {str(path.relative_to(SOURCE)): names(path) for path in FILES}
+    assert len(used) > 100
+    for name, allowed in RESTRICTED.items():
+        users = {path for path in used if name in used[path]}
+        assert users <= set(allowed), f"'{name}' must not be used in {sorted(users - set(allowed))}"
+        assert users >= set(allowed), f"'{name}' is no longer used in {set(allowed) - users}"

@@ -1,0 +1,67 @@
+"""Two ranks on one GPU give the tokens of one rank.
+
+    PYTHONPATH=src python tests/gpu/tp_check.py
+
+NCCL refuses two ranks on a device, so they meet over gloo, and without CUDA graphs. What is checked
+is everything else: sharded weights, Triton attention on half of the heads, plans sent to a second
+process, tokens handed from the sampling rank. fp32, so that the tokens must be equal.
+"""
+
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "fixtures")]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
+
+from gloo_worker import use_gloo  # noqa: E402
+from local_engine import LocalEngine  # noqa: E402
+
+from penstock import engine_process  # noqa: E402
+from penstock.ipc.process import Child  # noqa: E402
+
+
+def two_ranks_on_one_gpu() -> None:
+    use_gloo()
+    probe = engine_process.probe
+    engine_process.probe = lambda: replace(probe(), num_devices=2)
+    engine_process.Child = lambda module, *args, **kwargs: Child("gloo_worker", *args, **kwargs)
+
+
+def main() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    two_ranks_on_one_gpu()
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
+        initializer_range=0.05, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    prompts = [torch.randint(0, 2048, (n,)).tolist() for n in (5, 64, 300)]
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+        start = partial(
+            LocalEngine, folder, dtype="float32", max_num_tokens=128, cuda_graph_config=None,
+            kv_cache_config={"max_tokens": 8192},
+        )  # fmt: skip
+        whole = start()
+        expected = whole.generate(prompts, 64)
+        halves = start(tensor_parallel_size=2)
+        found = halves.generate(prompts, 64)
+        bytes_of = [engine.info.rank_weight_bytes for engine in (whole, halves)]
+        halves.engine._ranks.stop()
+    print("weights per rank:", bytes_of)
+    assert found == expected, "two ranks give other tokens than one"
+    assert max(bytes_of[1]) < 0.55 * bytes_of[0][0], "a rank holds more than its share"
+    print("ok   two ranks give the tokens of one")
+
+
+if __name__ == "__main__":
+    main()
