@@ -6,15 +6,11 @@ with a task on stdin; leaves when its parent closes that pipe.
 
 import gc
 import os
-import socket
 import sys
 import threading
 import time
 from dataclasses import asdict
-from functools import partial
 from typing import Any
-
-import msgspec
 
 from penstock import log
 from penstock.config.resolve import resolve
@@ -25,7 +21,7 @@ from penstock.core.kv.groups import FullGroup
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
 from penstock.core.scheduler import Scheduler
-from penstock.errors import BackendError, PenstockError
+from penstock.errors import PenstockError
 from penstock.hub.folder import local_folder
 from penstock.ipc import channel
 from penstock.ipc.messages import (
@@ -33,17 +29,12 @@ from penstock.ipc.messages import (
     Deltas,
     EngineInfo,
     Fatal,
-    FromRank,
     Hello,
     Message,
-    RankBlocks,
-    RankFailed,
-    RankReady,
     Ready,
-    Stop,
     ToEngine,
 )
-from penstock.ipc.process import Child, on_parent_exit, read_task
+from penstock.ipc.process import on_parent_exit, read_task
 from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
@@ -51,8 +42,7 @@ from penstock.runtime.build import LoadedRank, Timeline, finish_rank, load_rank,
 from penstock.runtime.executor import RankExecutor
 from penstock.runtime.memory import longest_sequence
 from penstock.runtime.model_runner import ModelRunner
-from penstock.runtime.worker import WorkerTask
-from penstock.types.model_spec import ModelSpec
+from penstock.runtime.ranks import RankGroup
 from penstock.types.request import client_of
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import StepPlan
@@ -104,75 +94,18 @@ class Mailbox:
             self.send(client_id, message)
 
 
-class RankGroup:
-    """The further ranks of this engine, as rank 0 sees them."""
-
-    def __init__(self, config: RunConfig, spec: ModelSpec, log_level: str | None) -> None:
-        folder = channel.private_folder()
-        self._folder = folder
-        self._inbox = channel.Receiver(channel.address(folder, "rank0"), FromRank)
-        self.meeting_point = f"127.0.0.1:{_free_port()}"
-        self.senders: list[channel.Sender] = []
-        self._children: list[Child] = []
-        self.death: str | None = None
-        for rank in range(1, config.tp_size):
-            address = channel.address(folder, f"rank{rank}")
-            task = WorkerTask(
-                rank=rank,
-                config=config,
-                spec=spec,
-                meeting_point=self.meeting_point,
-                address=address,
-                rank0_address=self._inbox.address,
-                log_level=log_level,
-            )
-            self._children.append(
-                Child(
-                    "penstock.runtime.worker",
-                    msgspec.to_builtins(task),
-                    f"rank {rank}",
-                    on_exit=partial(self._on_exit, rank),
-                )
-            )
-            self.senders.append(channel.Sender(address))
-
-    def _on_exit(self, rank: int, code: int) -> None:
-        # Gone in the middle of collectives: rank 0 may hang in one and cannot say goodbye.
-        self.death = f"rank {rank} ended with code {code}"
-        _log.critical("%s; the engine cannot go on", self.death)
-        os._exit(1)
-
-    def agree(self, num_blocks: int) -> tuple[int, list[int]]:
-        """The number of cache blocks every rank can hold, and the bytes of weights each holds."""
-        weights = [0] * len(self._children)
-        for _ in self._children:
-            match self._inbox.receive(timeout_ms=-1):
-                case RankReady(rank=rank, num_blocks=theirs, weight_bytes=weight_bytes):
-                    num_blocks = min(num_blocks, theirs)
-                    weights[rank - 1] = weight_bytes
-                case RankFailed(rank=rank, message=message):
-                    raise BackendError(f"rank {rank}: {message}")
-        for sender in self.senders:
-            sender.send(RankBlocks(num_blocks=num_blocks))
-        return num_blocks, weights
-
-    def stop(self) -> None:
-        for sender in self.senders:
-            sender.send(Stop())
-        for child in self._children:
-            child.stop()
-
-
 class Engine:
     """Everything of one engine process, built in order; `run` returns when the parent says so."""
 
-    def __init__(self, config: EngineConfig, mailbox: Mailbox, timeline: Timeline) -> None:
+    def __init__(
+        self, config: EngineConfig, mailbox: Mailbox, socket_folder: str, timeline: Timeline
+    ) -> None:
         self._mailbox = mailbox
         with timeline.phase("find model"):
             folder = local_folder(config.model, config.revision)
             self.spec = parse_model_spec(folder, config.model_kwargs)
             self.config = resolve(config, self.spec, probe(), str(folder))
-        self._ranks = RankGroup(self.config, self.spec, config.log_level)
+        self._ranks = RankGroup(self.config, self.spec, socket_folder, config.log_level)
         with timeline.phase("meet ranks"):
             mesh = RankMesh.create(
                 0, self.config.tp_size, self._ranks.meeting_point, rank_device(self.config, 0)
@@ -283,12 +216,6 @@ def describe_step(
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        return int(probe_socket.getsockname()[1])
-
-
 def main() -> None:
     task: dict[str, Any] = read_task()
     config = EngineConfig.model_validate(task["config"])
@@ -308,7 +235,7 @@ def main() -> None:
 
     on_parent_exit(leave)
     try:
-        engine = Engine(config, mailbox, timeline)
+        engine = Engine(config, mailbox, channel.folder_of(task["address"]), timeline)
     except Exception as error:
         if not isinstance(error, PenstockError):
             _log.exception("the engine did not start")

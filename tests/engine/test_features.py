@@ -26,6 +26,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "The river"
 # What it says greedily, going round in circles:
 STORY = " feeds the sun is up. The valve fills the sun is up. The valve fills"
+BEGINNING = " feeds the sun is up. The valve"  # its first eight tokens
 LONG_PROMPT = "Water runs down the hill. " * 12
 
 
@@ -145,13 +146,12 @@ def first_tokens(server: Server, **fields: Any) -> Counter[int]:
 def test_samples_follow_the_models_distribution_at_any_temperature(
     server, model, tokenizer, temperature
 ):
-    logits = next_logits(model, tokenizer.encode(PROMPT))
-    expected = (logits / temperature).softmax(-1)
-    counted = first_tokens(server, temperature=temperature)
-    shares = torch.zeros_like(expected)
-    for token_id, count in counted.items():
-        shares[token_id] = count / counted.total()
-    assert (shares - expected).abs().sum() / 2 < 0.1
+    prompt = PROMPT + " feeds the sun is up."
+    logits = next_logits(model, tokenizer.encode(prompt))
+    likely = (logits / temperature).softmax(-1).topk(4)
+    counted = first_tokens(server, prompt=prompt, temperature=temperature)
+    shares = torch.tensor([counted[one] / counted.total() for one in likely.indices.tolist()])
+    assert (shares - likely.values).abs().sum() < 0.1
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_an_answer_ends_where_the_context_does(server, limit):
 def test_a_prompt_may_be_text_or_ids_alone_or_in_lists(server, tokenizer):
     ids = tokenizer.encode(PROMPT)
     for prompt in (PROMPT, [PROMPT], ids, [ids]):
-        assert choice_of(server, prompt=prompt, max_tokens=8)["text"] == STORY[:32]
+        assert choice_of(server, prompt=prompt, max_tokens=8)["text"] == BEGINNING
     reply = complete(server, prompt=[ids, tokenizer.encode("A valve")], max_tokens=8)
     assert [choice["index"] for choice in reply["choices"]] == [0, 1]
     assert reply["usage"]["prompt_tokens"] == len(ids) + len(tokenizer.encode("A valve"))
@@ -283,9 +283,9 @@ def test_truncation_keeps_the_end_of_the_prompt(server):
     fields = {"prompt": "In short: " + PROMPT, "truncate_prompt_tokens": 2, "max_tokens": 8}
     reply = complete(server, **fields)
     assert reply["usage"]["prompt_tokens"] == 2
-    assert reply["choices"][0]["text"] == STORY[:32]
+    assert reply["choices"][0]["text"] == BEGINNING
     echoed = choice_of(server, echo=True, logprobs=0, **fields)
-    assert echoed["text"] == "he river" + STORY[:32]
+    assert echoed["text"] == " The river" + BEGINNING
     assert "".join(echoed["logprobs"]["tokens"]) == echoed["text"]
 
 
@@ -304,7 +304,7 @@ def test_equal_salts_share_a_prefix_and_others_do_not(server):
 
 def test_a_priority_is_accepted(server):
     for priority in (-5, 0, 100):
-        assert choice_of(server, max_tokens=8, priority=priority)["text"] == STORY[:32]
+        assert choice_of(server, max_tokens=8, priority=priority)["text"] == BEGINNING
 
 
 # Log-probabilities

@@ -1,12 +1,14 @@
 """The engine on a GPU against transformers, and a trace of its decode steps.
 
-    PYTHONPATH=src python tests/gpu/engine_check.py [parity] [trace]
+    PYTHONPATH=src python tests/gpu/engine_check.py [parity] [stress] [trace]
 
 parity: bf16 with Triton attention and CUDA graphs. The largest logit error against fp32 is at most
 twice that of transformers' own bf16; greedy tokens are those of fp32 except where its two best are
-closer than that error. trace: decode steps of 32 requests on the Llama-3.1-8B shape; prints how
-long the GPU is idle and where the time goes, and fails when it idles 3 % or more, or when the host
-waits for the device anywhere but for results.
+closer than that error.
+stress: fp32, shared prefixes, too small a pool, aborts: every output is transformers' own.
+trace: decode steps of 32 requests on the Llama-3.1-8B shape; prints how long the GPU is idle and
+where the time goes, and fails when it idles 3 % or more, or when the host waits for the device
+anywhere but for results.
 """
 
 import json
@@ -137,6 +139,49 @@ def check_parity(folder: Path) -> None:
         torch.cuda.empty_cache()
 
 
+def check_stress(folder: Path) -> None:
+    _, path, model_class = next(checkpoints(folder / "stress"))
+    exact = model_class.from_pretrained(path, dtype=torch.float32).cuda().eval()
+    generator = torch.Generator().manual_seed(3)
+    shared = torch.randint(0, 2048, (150,), generator=generator).tolist()
+    prompts = [
+        shared[: 40 + 9 * i] + torch.randint(0, 2048, (1 + 5 * i,), generator=generator).tolist()
+        for i in range(12)
+    ]
+    with torch.inference_mode():
+        expected = [
+            exact.generate(torch.tensor([p]).cuda(), max_new_tokens=48, do_sample=False)[
+                0, len(p) :
+            ]
+            for p in prompts
+        ]
+    # 40 blocks for 24 sequences that want 7 to 10 each.
+    engine = LocalEngine(
+        path, dtype="float32", max_num_tokens=96, max_batch_size=16, max_seq_len=512,
+        kv_cache_config={"max_tokens": 40 * 32},
+        cuda_graph_config={"max_batch_size": 16, "enable_padding": True},
+    )  # fmt: skip
+    ids = [engine.submit(p, 48) for p in prompts * 2]
+    dropped = set()
+    for turn in range(4000):
+        engine.turn()
+        if turn % 60 == 59 and len(dropped) < 4:
+            dropped.add(ids[len(dropped) * 5 + 3])
+            engine.abort(*dropped)
+    engine.run()
+    wrong = [
+        i for i, rid in enumerate(ids)
+        if rid not in dropped and engine.tokens(rid) != expected[i % 12].tolist()
+    ]  # fmt: skip
+    counters = engine.counters
+    expect(
+        not wrong, f"stress: {len(ids) - len(dropped)} outputs are those of transformers {wrong}"
+    )
+    expect(counters.preemptions > 0, f"stress: {counters.preemptions} preemptions")
+    expect(counters.prefix_hit_tokens > 0, f"stress: {counters.prefix_hit_tokens} tokens reused")
+    expect(counters.used_blocks == 0, "stress: pool empty afterwards")
+
+
 def check_trace(folder: Path) -> None:
     path = folder / "llama8b"
     path.mkdir()
@@ -198,10 +243,12 @@ def check_trace(folder: Path) -> None:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["parity", "trace"]
+    wanted = sys.argv[1:] or ["parity", "stress", "trace"]
     with tempfile.TemporaryDirectory() as folder:
         if "parity" in wanted:
             check_parity(Path(folder))
+        if "stress" in wanted:
+            check_stress(Path(folder))
         if "trace" in wanted:
             check_trace(Path(folder))
     print(f"{len(FAILED)} failed")

@@ -25,13 +25,14 @@ from local_engine import LocalEngine  # noqa: E402
 
 from penstock import engine_process  # noqa: E402
 from penstock.ipc.process import Child  # noqa: E402
+from penstock.runtime import ranks  # noqa: E402
 
 
 def two_ranks_on_one_gpu() -> None:
     use_gloo()
     probe = engine_process.probe
     engine_process.probe = lambda: replace(probe(), num_devices=2)
-    engine_process.Child = lambda module, *args, **kwargs: Child("gloo_worker", *args, **kwargs)
+    ranks.Child = lambda module, *args, **kwargs: Child("gloo_worker", *args, **kwargs)
 
 
 def main() -> None:

@@ -6,56 +6,20 @@ that comes for a sequence which has ended or was preempted meanwhile is dropped.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from penstock.config.run import QueuePolicy, RunConfig
 from penstock.core.deltas import logprob_tuple
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
+from penstock.core.plan import Draft, Entry
 from penstock.core.policy import WaitingQueue, may_start
 from penstock.core.sequence import Sequence, State
 from penstock.core.stop import finish_reason
 from penstock.types.outputs import TokenDelta, TokenLogprob
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineCounters
-from penstock.types.step import (
-    FROM_DEVICE,
-    BlockGrowth,
-    CopyBlock,
-    RowJoin,
-    StepPlan,
-    StepResult,
-)
-
-
-@dataclass(slots=True)
-class _Entry:
-    seq: Sequence
-    life: int
-    start: int
-    num_tokens: int
-    num_logit_rows: int
-    max_kv_len: int
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan while it is being made."""
-
-    step_id: int
-    budgets: list[int]  # tokens left per rank
-    decodes: list[_Entry] = field(default_factory=list)
-    prefills: list[_Entry] = field(default_factory=list)
-    joins: list[RowJoin] = field(default_factory=list)
-    copies: list[CopyBlock] = field(default_factory=list)
-    growth: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-
-    def has(self, seq: Sequence) -> bool:
-        return seq.last_step == self.step_id
+from penstock.types.step import FROM_DEVICE, StepPlan, StepResult
 
 
 class Scheduler:
@@ -80,7 +44,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of importance
         self._by_id: dict[int, Sequence] = {}
         self._free_rows = [list(range(config.max_batch_size))[::-1] for _ in kvs]
-        self._in_flight: deque[tuple[int, list[_Entry]]] = deque()
+        self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._next_step = 0
         self._committed_step = -1
         self._num_arrived = 0
@@ -133,24 +97,19 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a step in flight has committed."""
-        draft = _Draft(self._next_step, [self._config.max_num_tokens] * len(self._kvs))
+        draft = Draft(self._next_step, [self._config.max_num_tokens] * len(self._kvs))
         self._plan_decodes(draft)
         self._plan_chunks(draft)
         self._admit(draft)
-        entries = draft.decodes + draft.prefills
+        entries = draft.entries
         if not entries:
             return None
         self._next_step += 1
-        for entry in entries:
-            entry.seq.num_in_flight += 1
-            if entry.num_logit_rows:
-                entry.seq.num_pending += 1
         self._in_flight.append((draft.step_id, entries))
         self._gauge()
-        return self._to_plan(draft, entries)
+        return draft.to_plan()
 
-    def _plan_decodes(self, draft: _Draft) -> None:
-        is_blocked = [False] * len(self._kvs)  # an older sequence waits for blocks on this rank
+    def _plan_decodes(self, draft: Draft) -> None:
         num_tokens = self._tokens_per_decode
         for seq in list(self._running):
             if seq.state is not State.RUNNING or seq.is_prefilling or not seq.wants_tokens:
@@ -158,21 +117,16 @@ class Scheduler:
             if seq.num_in_flight >= self._max_in_flight or draft.budgets[seq.rank] < num_tokens:
                 continue
             max_kv_len = seq.num_tokens + (seq.num_pending + 1) * num_tokens - 1
-            if not self._make_room(draft, seq, max_kv_len, is_blocked):
-                continue
-            self._add_entry(
-                draft.decodes, draft, seq, FROM_DEVICE, num_tokens, num_tokens, max_kv_len
-            )
+            if self._make_room(draft, seq, max_kv_len):
+                draft.decode(seq, num_tokens, max_kv_len)
 
-    def _make_room(
-        self, draft: _Draft, seq: Sequence, max_kv_len: int, is_blocked: list[bool]
-    ) -> bool:
+    def _make_room(self, draft: Draft, seq: Sequence, max_kv_len: int) -> bool:
         """Blocks for `seq` up to `max_kv_len`, if need be taken from less important sequences."""
         kv = self._kvs[seq.rank]
         assert seq.holder is not None
         if not kv.needs_blocks(seq.holder, max_kv_len):
             return True
-        if is_blocked[seq.rank]:
+        if seq.rank in draft.blocked_ranks:
             return False
         while kv.shortfall(seq.holder, max_kv_len) > 0:
             victim = self._victim(draft, seq.rank)
@@ -182,10 +136,10 @@ class Scheduler:
         if kv.grow(seq.holder, max_kv_len):
             return True
         # The blocks exist but a step in flight may still write them. Nobody younger takes them.
-        is_blocked[seq.rank] = True
+        draft.blocked_ranks.add(seq.rank)
         return False
 
-    def _victim(self, draft: _Draft, rank: int) -> Sequence:
+    def _victim(self, draft: Draft, rank: int) -> Sequence:
         return next(s for s in reversed(self._running) if s.rank == rank and not draft.has(s))
 
     def _preempt(self, seq: Sequence) -> None:
@@ -194,38 +148,32 @@ class Scheduler:
         seq.preempt()
         self._waiting.add(seq)
 
-    def _plan_chunks(self, draft: _Draft) -> None:
+    def _plan_chunks(self, draft: Draft) -> None:
         for seq in self._running:
             if seq.is_prefilling and seq.num_in_flight < self._max_in_flight:
                 self._plan_chunk(draft, seq)
 
-    def _chunk_size(self, draft: _Draft, rank: int, start: int, num_left: int) -> int:
+    def _chunk_size(self, draft: Draft, rank: int, start: int, num_left: int) -> int:
         """How many of `num_left` tokens to prefill from `start` in this step; 0: not now."""
         num_tokens = self._kvs[rank].chunk_limit(start, min(num_left, draft.budgets[rank]))
         # A text that grew beyond the budget before it was preempted comes back in chunks anyway.
         must_be_whole = not self._config.chunked_prefill and num_left <= self._config.max_num_tokens
         return 0 if must_be_whole and num_tokens < num_left else num_tokens
 
-    def _plan_chunk(self, draft: _Draft, seq: Sequence) -> None:
-        start = seq.num_planned
-        num_tokens = self._chunk_size(draft, seq.rank, start, seq.num_prefill - start)
-        if not num_tokens:
-            return
-        seq.num_planned += num_tokens
-        self._counters.prefill_chunks += 1
-        self._add_entry(
-            draft.prefills,
-            draft,
-            seq,
-            start,
-            num_tokens,
-            0 if seq.is_prefilling else 1,
-            seq.num_planned,
-        )
+    def _plan_chunk(self, draft: Draft, seq: Sequence) -> None:
+        num_left = seq.num_prefill - seq.num_planned
+        num_tokens = self._chunk_size(draft, seq.rank, seq.num_planned, num_left)
+        if num_tokens:
+            self._counters.prefill_chunks += 1
+            draft.prefill(seq, num_tokens)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         for seq in self._waiting:
-            ranks = [r for r, rows in enumerate(self._free_rows) if rows and draft.budgets[r] > 0]
+            ranks = [
+                rank
+                for rank, rows in enumerate(self._free_rows)
+                if rows and draft.budgets[rank] > 0 and rank not in draft.blocked_ranks
+            ]
             if not ranks:
                 return
             if not all(gate.ready(seq.request) for gate in self._gates):
@@ -235,7 +183,7 @@ class Scheduler:
                 return  # first come first served: nobody overtakes a request that waits for room
             self._plan_chunk(draft, seq)
 
-    def _start(self, draft: _Draft, seq: Sequence, rank: int) -> bool:
+    def _start(self, draft: Draft, seq: Sequence, rank: int) -> bool:
         kv = self._kvs[rank]
         # Prompt log-probabilities need every position computed; otherwise one token must be left.
         needs_all = seq.request.sampling.prompt_logprobs is not None and not seq.has_prefilled
@@ -255,67 +203,8 @@ class Scheduler:
             seq.num_cached = match.num_tokens
             self._counters.prefix_query_tokens += seq.num_tokens
             self._counters.prefix_hit_tokens += match.num_tokens
-        draft.copies += [CopyBlock(rank=rank, group=c.group, src=c.src, dst=c.dst) for c in copies]
-        draft.joins.append(
-            RowJoin(
-                request_id=seq.id,
-                rank=rank,
-                row=seq.row,
-                token_ids=seq.tokens.copy(),
-                num_cached=match.num_tokens,
-                num_prompt=seq.num_prompt,
-                sampling=seq.request.sampling,
-                stop_ids=seq.request.stop_ids,
-            )
-        )
-        self._send_growth(draft, seq)
+        draft.join(seq, match.num_tokens, copies)
         return True
-
-    def _add_entry(
-        self,
-        to: list[_Entry],
-        draft: _Draft,
-        seq: Sequence,
-        start: int,
-        num_tokens: int,
-        num_logit_rows: int,
-        max_kv_len: int,
-    ) -> None:
-        seq.last_step = draft.step_id
-        draft.budgets[seq.rank] -= num_tokens
-        to.append(_Entry(seq, seq.life, start, num_tokens, num_logit_rows, max_kv_len))
-        self._send_growth(draft, seq)
-
-    def _send_growth(self, draft: _Draft, seq: Sequence) -> None:
-        assert seq.holder is not None
-        draft.growth += [
-            (seq.rank, new.group, seq.row, new.index, new.block) for new in seq.holder.unsent()
-        ]
-
-    def _to_plan(self, draft: _Draft, entries: list[_Entry]) -> StepPlan:
-        growth = np.array(draft.growth, np.int32).reshape(-1, 5).T
-        num_used = [self._config.max_num_tokens - budget for budget in draft.budgets]
-        return StepPlan(
-            step_id=draft.step_id,
-            joins=tuple(draft.joins),
-            growth=BlockGrowth(
-                ranks=growth[0],
-                groups=growth[1],
-                rows=growth[2],
-                indices=growth[3],
-                block_ids=growth[4],
-            ),
-            cache_ops=tuple(draft.copies),
-            ranks=_int32s(e.seq.rank for e in entries),
-            rows=_int32s(e.seq.row for e in entries),
-            starts=_int32s(e.start for e in entries),
-            num_tokens=_int32s(e.num_tokens for e in entries),
-            num_logit_rows=_int32s(e.num_logit_rows for e in entries),
-            max_kv_lens=_int32s(e.max_kv_len for e in entries),
-            num_decodes=len(draft.decodes),
-            padded_tokens=max(num_used),
-            needs_late_inputs=any(e.seq.request.late_inputs for e in entries),
-        )
 
     # Up: one result
 
@@ -339,7 +228,7 @@ class Scheduler:
         self._gauge()
         return deltas
 
-    def _commit_entry(self, entry: _Entry, i: int, result: StepResult) -> list[TokenDelta]:
+    def _commit_entry(self, entry: Entry, i: int, result: StepResult) -> list[TokenDelta]:
         seq = entry.seq
         seq.num_in_flight -= 1
         if entry.start != FROM_DEVICE:
@@ -429,7 +318,3 @@ class Scheduler:
         counters.waiting = len(self._waiting)
         counters.used_blocks = sum(kv.num_held for kv in self._kvs)
         counters.cached_blocks = sum(kv.num_reusable for kv in self._kvs)
-
-
-def _int32s(values: Iterable[int]) -> np.ndarray:
-    return np.fromiter(values, np.int32)

@@ -32,6 +32,10 @@ def address(folder: str, name: str) -> str:
     return f"ipc://{folder}/{name}-{os.getpid()}-{next(_serial)}"
 
 
+def folder_of(ipc_address: str) -> str:
+    return os.path.dirname(ipc_address.removeprefix("ipc://"))
+
+
 def _socket(context: Any, kind: int) -> Any:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 1000)

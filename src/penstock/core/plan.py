@@ -1,0 +1,135 @@
+"""A `StepPlan` while it is being made: entries, rows that join, blocks that rows gain."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.core.kv.manager import BlockCopy
+from penstock.core.sequence import Sequence
+from penstock.types.step import (
+    FROM_DEVICE,
+    BlockGrowth,
+    CopyBlock,
+    Int32s,
+    RowJoin,
+    StepPlan,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One sequence's part of a step, remembered until the step's result comes."""
+
+    seq: Sequence
+    life: int
+    rank: int
+    row: int
+    start: int
+    num_tokens: int
+    num_logit_rows: int
+    max_kv_len: int
+
+
+@dataclass(slots=True)
+class Draft:
+    step_id: int
+    budgets: list[int]  # tokens left per rank
+    blocked_ranks: set[int] = field(default_factory=set)  # an older sequence waits for blocks there
+    _num_tokens: list[int] = field(init=False)  # tokens taken per rank
+    _decodes: list[Entry] = field(default_factory=list)
+    _prefills: list[Entry] = field(default_factory=list)
+    _joins: list[RowJoin] = field(default_factory=list)
+    _copies: list[CopyBlock] = field(default_factory=list)
+    _growth: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._num_tokens = [0] * len(self.budgets)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Decodes first."""
+        return self._decodes + self._prefills
+
+    def has(self, seq: Sequence) -> bool:
+        return seq.last_step == self.step_id
+
+    def join(self, seq: Sequence, num_cached: int, copies: Iterable[BlockCopy]) -> None:
+        """A sequence that has just started takes its row."""
+        self._copies += [
+            CopyBlock(rank=seq.rank, group=copy.group, src=copy.src, dst=copy.dst)
+            for copy in copies
+        ]
+        self._joins.append(
+            RowJoin(
+                request_id=seq.id,
+                rank=seq.rank,
+                row=seq.row,
+                token_ids=seq.tokens.copy(),
+                num_cached=num_cached,
+                num_prompt=seq.num_prompt,
+                sampling=seq.request.sampling,
+                stop_ids=seq.request.stop_ids,
+            )
+        )
+
+    def decode(self, seq: Sequence, num_tokens: int, max_kv_len: int) -> None:
+        self._add(self._decodes, seq, FROM_DEVICE, num_tokens, num_tokens, max_kv_len)
+
+    def prefill(self, seq: Sequence, num_tokens: int) -> None:
+        """The next chunk of `seq`; only the one that reaches the end needs logits."""
+        start = seq.num_planned
+        seq.num_planned += num_tokens
+        num_logit_rows = 0 if seq.is_prefilling else 1
+        self._add(self._prefills, seq, start, num_tokens, num_logit_rows, seq.num_planned)
+
+    def _add(
+        self,
+        entries: list[Entry],
+        seq: Sequence,
+        start: int,
+        num_tokens: int,
+        num_logit_rows: int,
+        max_kv_len: int,
+    ) -> None:
+        assert seq.holder is not None
+        seq.last_step = self.step_id
+        seq.num_in_flight += 1
+        seq.num_pending += num_logit_rows > 0
+        self.budgets[seq.rank] -= num_tokens
+        self._num_tokens[seq.rank] += num_tokens
+        self._growth += [
+            (seq.rank, new.group, seq.row, new.index, new.block) for new in seq.holder.unsent()
+        ]
+        entries.append(
+            Entry(seq, seq.life, seq.rank, seq.row, start, num_tokens, num_logit_rows, max_kv_len)
+        )
+
+    def to_plan(self) -> StepPlan:
+        entries = self.entries
+        growth = np.array(self._growth, np.int32).reshape(-1, 5).T
+        return StepPlan(
+            step_id=self.step_id,
+            joins=tuple(self._joins),
+            growth=BlockGrowth(
+                ranks=growth[0],
+                groups=growth[1],
+                rows=growth[2],
+                indices=growth[3],
+                block_ids=growth[4],
+            ),
+            cache_ops=tuple(self._copies),
+            ranks=_int32s(e.rank for e in entries),
+            rows=_int32s(e.row for e in entries),
+            starts=_int32s(e.start for e in entries),
+            num_tokens=_int32s(e.num_tokens for e in entries),
+            num_logit_rows=_int32s(e.num_logit_rows for e in entries),
+            max_kv_lens=_int32s(e.max_kv_len for e in entries),
+            num_decodes=len(self._decodes),
+            padded_tokens=max(self._num_tokens),
+            needs_late_inputs=any(e.seq.request.late_inputs for e in entries),
+        )
+
+
+def _int32s(values: Iterable[int]) -> Int32s:
+    return np.fromiter(values, np.int32)

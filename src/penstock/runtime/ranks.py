@@ -1,0 +1,81 @@
+"""`RankGroup`: the further ranks of an engine: starts them, agrees with them, stops them."""
+
+import os
+import socket
+from functools import partial
+
+import msgspec
+
+from penstock import log
+from penstock.config.run import RunConfig
+from penstock.errors import BackendError
+from penstock.ipc import channel
+from penstock.ipc.messages import FromRank, RankBlocks, RankFailed, RankReady, Stop
+from penstock.ipc.process import Child
+from penstock.runtime.worker import WorkerTask
+from penstock.types.model_spec import ModelSpec
+
+_log = log.get(__name__)
+
+
+class RankGroup:
+    """The further ranks of this engine, as rank 0 sees them."""
+
+    def __init__(
+        self, config: RunConfig, spec: ModelSpec, socket_folder: str, log_level: str | None
+    ) -> None:
+        self._inbox = channel.Receiver(channel.address(socket_folder, "rank0"), FromRank)
+        self.meeting_point = f"127.0.0.1:{_free_port()}"
+        self.senders: list[channel.Sender] = []
+        self._children: list[Child] = []
+        for rank in range(1, config.tp_size):
+            address = channel.address(socket_folder, f"rank{rank}")
+            task = WorkerTask(
+                rank=rank,
+                config=config,
+                spec=spec,
+                meeting_point=self.meeting_point,
+                address=address,
+                rank0_address=self._inbox.address,
+                log_level=log_level,
+            )
+            self._children.append(
+                Child(
+                    "penstock.runtime.worker",
+                    msgspec.to_builtins(task),
+                    f"rank {rank}",
+                    on_exit=partial(self._on_exit, rank),
+                )
+            )
+            self.senders.append(channel.Sender(address))
+
+    def _on_exit(self, rank: int, code: int) -> None:
+        # Gone in the middle of collectives: rank 0 may hang in one and cannot say goodbye.
+        _log.critical("rank %d ended with code %d; the engine cannot go on", rank, code)
+        os._exit(1)
+
+    def agree(self, num_blocks: int) -> tuple[int, list[int]]:
+        """The number of cache blocks every rank can hold, and the bytes of weights each holds."""
+        weights = [0] * len(self._children)
+        for _ in self._children:
+            match self._inbox.receive(timeout_ms=-1):
+                case RankReady(rank=rank, num_blocks=theirs, weight_bytes=weight_bytes):
+                    num_blocks = min(num_blocks, theirs)
+                    weights[rank - 1] = weight_bytes
+                case RankFailed(rank=rank, message=message):
+                    raise BackendError(f"rank {rank}: {message}")
+        for sender in self.senders:
+            sender.send(RankBlocks(num_blocks=num_blocks))
+        return num_blocks, weights
+
+    def stop(self) -> None:
+        for sender in self.senders:
+            sender.send(Stop())
+        for child in self._children:
+            child.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        return int(probe_socket.getsockname()[1])
