@@ -36,6 +36,7 @@ from penstock.ipc.messages import (
 )
 from penstock.ipc.process import on_parent_exit, read_task
 from penstock.kernels.device import probe
+from penstock.models.registry import check_supported
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.build import LoadedRank, Timeline, finish_rank, load_rank, rank_device
@@ -102,9 +103,13 @@ class Engine:
     ) -> None:
         self._mailbox = mailbox
         with timeline.phase("find model"):
-            folder = local_folder(config.model, config.revision)
+            folder = local_folder(config.model, config.revision, weights=False)
             self.spec = parse_model_spec(folder, config.model_kwargs)
+            check_supported(self.spec)
             self.config = resolve(config, self.spec, probe(), str(folder))
+        if self.config.load_format != "dummy":
+            with timeline.phase("fetch weights"):
+                local_folder(config.model, config.revision)
         self._ranks = RankGroup(self.config, self.spec, socket_folder, config.log_level)
         with timeline.phase("meet ranks"):
             mesh = RankMesh.create(

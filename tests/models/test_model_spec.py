@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from penstock.errors import ConfigError
-from penstock.models.registry import build_model, supported_architectures
+from penstock.models.registry import check_supported, supported_architectures
 from penstock.models.spec import parse_model_spec
 
 REAL = Path(__file__).parents[3] / "shared" / "configs"
@@ -189,10 +189,10 @@ def test_unreadable_config_is_a_config_error(tmp_path, text):
         parse_model_spec(tmp_path / "nothing")
 
 
-def test_quantised_checkpoint_parses_but_does_not_build(tmp_path):
+def test_quantised_checkpoint_parses_but_is_refused(tmp_path):
     spec = parse(tmp_path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ConfigError, match=r"quantised \(fp8\)"):
-        build_model(spec, None, None, None, None)
+        check_supported(spec)
 
 
 def test_parsing_needs_no_torch():

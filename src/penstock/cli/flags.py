@@ -84,8 +84,6 @@ _SERVER = (
     Flag("api_key", "text", "key that clients must send; better set in the YAML file"),
     Flag("log_level", "text", "error, warning, info or debug"),
     Flag("stream_interval", "int", "tokens between two streamed chunks"),
-    Flag("enable_iter_perf_stats", "switch", "keep step records for GET /metrics"),
-    Flag("return_perf_metrics", "switch", "keep request times for GET /perf_metrics"),
     Flag("max_stats_len", "int", "most records kept between two reads"),
 )
 

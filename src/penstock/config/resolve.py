@@ -1,8 +1,9 @@
 """`EngineConfig` + model + device -> `RunConfig`. Every `auto` ends here, with its reason.
 
-Pure: reads no file, no environment, no device.
+Reads no file, no environment and no device; but for the seed, equal inputs give equal outputs.
 """
 
+import secrets
 from typing import TypeVar
 
 from penstock.config.run import Choice, RunConfig
@@ -82,7 +83,7 @@ def resolve(
         ),
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,
-        seed=config.seed,
+        seed=choices.add("seed", _seed(config)),
         choices=tuple(choices.made),
     )
 
@@ -230,6 +231,12 @@ def _depth(config: EngineConfig, kind: str) -> Reasoned[int]:
     if kind == "cpu":
         return 1, "on a CPU the step and its planning share the cores"
     return 2, "the next step is planned while the GPU runs this one"
+
+
+def _seed(config: EngineConfig) -> Reasoned[int]:
+    if config.seed is not None:
+        return config.seed, "set by seed"
+    return secrets.randbits(31), "drawn at start"
 
 
 def _graph_sizes(

@@ -75,8 +75,11 @@ class EngineConfig(StrictModel):
         min_length=1,
         max_length=1_000_000,
     )
-    seed: int = setting(
-        0, "Start value of dummy weights and of requests that bring no seed.", ge=0, le=2**63 - 1
+    seed: int | None = setting(
+        None,
+        "Start value of dummy weights and of requests that bring no seed; drawn anew if not given.",
+        ge=0,
+        le=2**63 - 1,
     )
 
     # devices
@@ -148,12 +151,6 @@ class EngineConfig(StrictModel):
     )
 
     # statistics
-    enable_iter_perf_stats: bool = setting(
-        False, "Keep a record of every step for GET /metrics.", status="beta"
-    )
-    return_perf_metrics: bool = setting(
-        False, "Keep times of every request for GET /perf_metrics.", status="beta"
-    )
     max_stats_len: int = setting(
         1000, "Most records kept between two reads; older ones are dropped.", ge=1, le=1_000_000
     )

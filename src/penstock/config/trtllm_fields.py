@@ -286,12 +286,14 @@ _OUTPUT = {
 
 _STATISTICS = {
     "print_iter_log": ignored("steps are counted, not logged; read GET /metrics", False),
-    "enable_iter_perf_stats": SUPPORTED,
+    "enable_iter_perf_stats": ignored("steps are always recorded for GET /metrics", True),
     "enable_iter_req_stats": ignored("step records hold no list of requests", False),
     "iter_stats_max_iterations": ignored("use max_stats_len"),
     "request_stats_max_iterations": ignored("use max_stats_len"),
     "max_stats_len": SUPPORTED,
-    "return_perf_metrics": SUPPORTED,
+    "return_perf_metrics": ignored(
+        "request times are always at /prometheus/metrics; there is no GET /perf_metrics", False
+    ),
     "perf_metrics_max_requests": ignored("use max_stats_len", 0),
     "prometheus_metrics_config": ignored("histogram buckets are fixed"),
     "enable_energy_metrics": ignored("energy is not measured", False),

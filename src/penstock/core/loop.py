@@ -104,11 +104,12 @@ class EngineLoop:
             timeout_ms = 0
             match message:
                 case Submit(requests=requests):
-                    for request in requests:
-                        self._scheduler.add(request)
+                    ended = [self._scheduler.add(request) for request in requests]
                 case Abort(request_ids=ids):
                     ended = [self._scheduler.abort(request_id) for request_id in ids]
-                    self._publish([delta for delta in ended if delta is not None])
+                case _:
+                    raise AssertionError(f"{type(message).__name__} is not for the loop")
+            self._publish([delta for delta in ended if delta is not None])
 
     def _may_launch(self) -> bool:
         # A step that has not been sampled yet feeds nothing to the next one.

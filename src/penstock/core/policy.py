@@ -39,7 +39,7 @@ def may_start(
 ) -> bool:
     """Whether `seq` may join `running`; steps in flight may write `num_overshoot` tokens more."""
     if policy is CapacityPolicy.GUARANTEED_NO_EVICT:
-        reserved = sum(kv.blocks_for(_most_tokens(s, num_overshoot)) for s in [*running, seq])
+        reserved = sum(kv.blocks_for(most_tokens(s, num_overshoot)) for s in [*running, seq])
         return reserved <= kv.num_usable and kv.fits(match, seq.num_tokens, 0)
     # One block each for the running ones and a little more, so that admission does not cause the
     # next preemption. Alone, a sequence may take everything.
@@ -47,5 +47,6 @@ def may_start(
     return kv.fits(match, seq.num_tokens, num_spare)
 
 
-def _most_tokens(seq: Sequence, num_overshoot: int) -> int:
-    return seq.num_prompt + seq.request.max_tokens + num_overshoot
+def most_tokens(seq: Sequence, num_overshoot: int) -> int:
+    """What `seq` may ever write; its last token is never fed, so its cache is not needed."""
+    return seq.num_prompt + seq.request.max_tokens - 1 + num_overshoot

@@ -13,7 +13,7 @@ from penstock.core.deltas import logprob_tuple
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
 from penstock.core.plan import Draft, Entry
-from penstock.core.policy import WaitingQueue, may_start
+from penstock.core.policy import WaitingQueue, may_start, most_tokens
 from penstock.core.sequence import Sequence, State
 from penstock.core.stop import finish_reason
 from penstock.types.outputs import TokenDelta, TokenLogprob
@@ -39,6 +39,8 @@ class Scheduler:
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
         self._tokens_per_decode = tokens_per_decode
+        # Steps in flight may write more than a sequence will keep, since they count as one token.
+        self._overshoot = (tokens_per_decode - 1) * self._max_in_flight
         self._gates: list[Gate] = []
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order of importance
@@ -55,12 +57,17 @@ class Scheduler:
     def add_gate(self, gate: Gate) -> None:
         self._gates.append(gate)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> TokenDelta | None:
+        """Take a request; one that no cache here could ever hold ends at once."""
         by_priority = self._config.queue_policy is QueuePolicy.PRIORITY
         seq = Sequence(request, (-request.priority if by_priority else 0, self._num_arrived))
         self._num_arrived += 1
         self._by_id[request.id] = seq
         self._waiting.add(seq)
+        num_tokens = most_tokens(seq, self._overshoot)
+        if all(kv.blocks_for(num_tokens) > kv.num_usable for kv in self._kvs):
+            return self._fail(seq, f"{num_tokens} tokens do not fit into the cache")
+        return None
 
     def abort(self, request_id: int) -> TokenDelta | None:
         """End a request now, wherever it is. None when it has already ended."""
@@ -191,8 +198,7 @@ class Scheduler:
         if not self._chunk_size(draft, rank, match.num_tokens, seq.num_tokens - match.num_tokens):
             return False
         peers = [s for s in self._running if s.rank == rank]
-        overshoot = self._tokens_per_decode * self._max_in_flight
-        if not may_start(self._config.capacity_policy, kv, seq, match, peers, overshoot):
+        if not may_start(self._config.capacity_policy, kv, seq, match, peers, self._overshoot):
             return False
         holder, copies = kv.open(match, seq.num_tokens)
         self._waiting.remove(seq)

@@ -59,9 +59,9 @@ def _tokenizer_folder(config: EngineConfig) -> Path | None:
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is None:
-        return local_folder(config.model, config.revision)
+        return local_folder(config.model, config.revision, weights=False)
     given = Path(config.tokenizer).expanduser()
-    return given if given.is_dir() else local_folder(config.tokenizer)
+    return given if given.is_dir() else local_folder(config.tokenizer, weights=False)
 
 
 async def _stop(client: EngineClient, handle: EngineHandle) -> None:

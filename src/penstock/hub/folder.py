@@ -23,13 +23,17 @@ from penstock.hub.tiny import write_tiny_model
 
 TINY = "tiny"  # the built-in model: made on the spot, so that the server runs without a download
 
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+_WEIGHTS = "*.safetensors"
+_WANTED = (_WEIGHTS, "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _UNWANTED = ("*/*", "consolidated*")  # other layouts of the same weights
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def local_folder(model: str, revision: str | None = None) -> Path:
-    """The folder that holds `model`: a path, the id of a hub model, or the built-in "tiny"."""
+def local_folder(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder that holds `model`: a path, the id of a hub model, or the built-in "tiny".
+
+    With `weights=False` a hub model's small files are enough: configuration and tokenizer.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return _checked(path.resolve())
@@ -39,7 +43,7 @@ def local_folder(model: str, revision: str | None = None) -> Path:
         raise ConfigError(
             f"model '{model}': no such folder, and it is not a hub id like 'org/name'"
         )
-    return _checked(_download(model, revision))
+    return _checked(_download(model, revision, weights))
 
 
 def cache_home() -> Path:
@@ -67,7 +71,7 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, weights: bool) -> Path:
     at = f"'{model}'" + (f" at revision '{revision}'" if revision else "")
     try:
         return Path(
@@ -75,7 +79,7 @@ def _download(model: str, revision: str | None) -> Path:
                 model,
                 revision=revision,
                 allow_patterns=list(_WANTED),
-                ignore_patterns=list(_UNWANTED),
+                ignore_patterns=[*_UNWANTED, *(() if weights else (_WEIGHTS,))],
             )
         )
     except GatedRepoError as error:

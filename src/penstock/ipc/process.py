@@ -80,14 +80,19 @@ class Child:
 
 def read_task() -> dict[str, Any]:
     """In the child: the task its parent gave."""
-    return dict(msgspec.json.decode(sys.stdin.buffer.readline()))
+    line = b""
+    while not line.endswith(b"\n"):
+        line += os.read(0, 1 << 16)
+    return dict(msgspec.json.decode(line))
 
 
 def on_parent_exit(act: Callable[[], None]) -> None:
     """In the child: call `act` once the parent closes our stdin, on purpose or by dying."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        # Not through sys.stdin: its lock would be held by this thread when the process ends.
+        while os.read(0, 4096):
+            pass
         act()
 
     threading.Thread(target=wait, name="parent watch", daemon=True).start()

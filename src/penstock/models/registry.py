@@ -25,6 +25,16 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(_MODELS)
 
 
+def check_supported(spec: ModelSpec) -> None:
+    """Raise before any weights are fetched for a checkpoint that could not be run."""
+    if spec.quantization:
+        method = spec.quantization.get("quant_algo") or spec.quantization.get("quant_method")
+        raise ConfigError(
+            f"the checkpoint is quantised ({method}), which is not supported; "
+            "use the unquantised checkpoint of the same model"
+        )
+
+
 def build_model(
     spec: ModelSpec,
     mesh: "RankMesh",
@@ -36,12 +46,6 @@ def build_model(
     from penstock.layers.build import Build
     from penstock.quant.none import Unquantized
 
-    if spec.quantization:
-        method = spec.quantization.get("quant_algo") or spec.quantization.get("quant_method")
-        raise ConfigError(
-            f"the checkpoint is quantised ({method}), which is not supported; "
-            "use the unquantised checkpoint of the same model"
-        )
     build = Build(mesh=mesh, dtype=dtype, device=device, scheme=Unquantized(), attention=attention)
     module, _, name = _MODELS[spec.architecture].partition(":")
     model_class = getattr(importlib.import_module(module), name)

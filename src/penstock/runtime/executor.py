@@ -36,25 +36,34 @@ class RankExecutor:
     def __init__(self, runner: ModelRunner, peers: Sequence[Sender] = ()) -> None:
         self._runner = runner
         self._peers = peers
+        self._plans: dict[int, StepPlan] = {}  # forwarded, not yet sampled
         self._failed: dict[int, FailedStep] = {}
 
     def forward(self, plan: StepPlan) -> None:
         for peer in self._peers:
             peer.send(Forward(plan=plan))
+        self._plans[plan.step_id] = plan
         try:
             self._runner.forward(plan)
         except torch.OutOfMemoryError as error:
-            if self._peers:  # the other ranks are in the middle of the step: nothing can be saved
-                raise
-            _log.error("step %d: %s", plan.step_id, error)
-            torch.cuda.empty_cache()
-            self._failed[plan.step_id] = FailedStep(
-                plan, "out of device memory; lower max_num_tokens or free_gpu_memory_fraction"
-            )
+            self._failed[plan.step_id] = self._give_up(plan, error)
 
     def sample(self, step_id: int, late: LateInputs) -> DeviceStep | FailedStep:
+        plan = self._plans.pop(step_id)
         if step_id in self._failed:
             return self._failed.pop(step_id)
         for peer in self._peers:
             peer.send(Sample(step_id=step_id, late=late))
-        return self._runner.sample(step_id, late)
+        try:
+            return self._runner.sample(step_id, late)
+        except torch.OutOfMemoryError as error:
+            return self._give_up(plan, error)
+
+    def _give_up(self, plan: StepPlan, error: torch.OutOfMemoryError) -> FailedStep:
+        if self._peers:  # the other ranks are in the middle of the step: nothing can be saved
+            raise error
+        _log.error("step %d: %s", plan.step_id, error)
+        torch.cuda.empty_cache()
+        return FailedStep(
+            plan, "out of device memory; lower max_num_tokens or free_gpu_memory_fraction"
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from torch import nn
 
@@ -60,7 +61,7 @@ def load_weights(
             continue
         _copy(tensor, parameters[target.parameter], target.part)
         waiting.remove(target)
-    missing = sorted(f"{target.parameter}[{target.part}]" for target in waiting)
+    missing = sorted(model.weight_rules.source(target) for target in waiting)
     if missing or unexpected:
         raise ConfigError(
             f"the weights in '{folder}' are not those of {spec.architecture} as config.json "
@@ -116,7 +117,9 @@ def _watched(
     """The same tensors, with a progress bar by bytes."""
     columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     total = sum(file.stat().st_size for file in files)
-    with Progress(*columns, disable=not visible, transient=True) as bar:
+    console = Console(stderr=True)
+    visible = visible and console.is_terminal
+    with Progress(*columns, console=console, disable=not visible, transient=True) as bar:
         task = bar.add_task("", total=total)
         for tensor in tensors:
             yield tensor

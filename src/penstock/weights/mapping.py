@@ -54,6 +54,17 @@ class Rules:
                             break
         return Target(name, part)
 
+    def source(self, target: Target) -> str:
+        """What the checkpoint calls the tensor that fills `target`: `target` read backwards."""
+        name = target.parameter
+        for rule in reversed(self.table):
+            match rule:
+                case Rename(old, new) if _has(name, new):
+                    name = _replace(name, new, old)
+                case Fuse(into, parts) if _has(name, into):
+                    name = _replace(name, into, parts[target.part])
+        return name
+
 
 def rules(*table: Rule) -> Rules:
     """Rules are tried in order, each on what the ones before it made of the name."""

@@ -191,6 +191,23 @@ def test_guaranteed_no_evict_never_preempts():
     assert all(engine.ends[rid] == [FinishReason.LENGTH] for rid in rids)
 
 
+@pytest.mark.parametrize("policy", CapacityPolicy)
+def test_a_request_as_long_as_the_whole_cache_runs(policy):
+    engine = Engine(num_blocks=9, capacity_policy=policy, depth=2)
+    rid = engine.submit(PROMPT, max_tokens=8 * 4 - len(PROMPT))
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle(PROMPT, 8 * 4 - len(PROMPT))
+
+
+def test_a_request_longer_than_the_whole_cache_fails_at_once_and_blocks_nobody():
+    engine = Engine(num_blocks=9)
+    too_long = engine.submit(PROMPT, max_tokens=40)
+    other = engine.submit(PROMPT, max_tokens=2)
+    engine.run_dry()
+    assert engine.ends[too_long] == [FinishReason.ERROR]
+    assert engine.tokens[other] == oracle(PROMPT, 2)
+
+
 def test_a_larger_priority_is_served_first_and_equal_ones_in_order_of_arrival():
     engine = Engine(max_batch_size=1)
     ids = [engine.submit((i,), max_tokens=1, priority=p) for i, p in enumerate([0, 0, 5])]

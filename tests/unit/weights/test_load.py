@@ -50,7 +50,7 @@ def test_missing_and_unexpected_tensors_are_named(copy):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError) as caught:
         load(folder)
-    assert "missing: layers.1.attention.qkv_proj.weight[1];" in str(caught.value)
+    assert "missing: model.layers.1.self_attn.k_proj.weight;" in str(caught.value)
     assert str(caught.value).endswith("unexpected: model.layers.7.what")
 
 

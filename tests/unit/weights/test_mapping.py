@@ -31,3 +31,17 @@ def test_words_match_whole_only():
     table = rules(rename("norm", "n"), fuse("ab", ("a", "b")))
     assert table.target("q_norm.aa.weight") == Target("q_norm.aa.weight")
     assert table.target("norm.b") == Target("n.ab", 1)
+
+
+def test_the_name_of_a_target_in_the_checkpoint_is_found_backwards():
+    names = [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.layers.0.self_attn.v_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    ]
+    assert [RULES.source(RULES.target(name)) for name in names] == names

@@ -81,7 +81,7 @@ class BlockPool:
 
     def release(self, committed_step: int) -> None:
         """Steps up to `committed_step` have committed: blocks only they could write are free."""
-        # Blocks enter in order of dropping, so their steps ascend.
+        # In order of dropping: a block waits for those dropped before it, at most a few steps.
         while self._quarantine:
             block, (last_step, is_indexed) = next(iter(self._quarantine.items()))
             if last_step > committed_step:
