@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import re
 import time
 from collections import Counter
@@ -388,6 +389,59 @@ def test_a_stream_says_what_a_whole_answer_says(server):
     assert parts[-1]["finish_reason"] == whole["finish_reason"]
 
 
+MIXED: dict[str, list[Any]] = {
+    "prompt": [PROMPT, ["Of course. 🌊", LONG_PROMPT], [54, 259, 486], [[54, 259], [300]]],
+    "max_tokens": [1, 5, 17],
+    "n": [1, 3],
+    "temperature": [0, 0.7, 1.5],
+    "top_p": [0.3, 1.0],
+    "top_k": [-1, 5],
+    "min_p": [0.2],
+    "repetition_penalty": [0.8, 1.3],
+    "presence_penalty": [-1, 1.5],
+    "frequency_penalty": [0.7],
+    "logit_bias": [{"2": 3.0, "0": 2.0}, {"263": -100}],
+    "stop": [" is", [".", " the"], "n is u"],
+    "include_stop_str_in_output": [True],
+    "stop_token_ids": [[263], [296, 16]],
+    "ignore_eos": [True],
+    "min_tokens": [1],
+    "logprobs": [0, 5, 20],
+    "prompt_logprobs": [0, 3],
+    "echo": [True],
+    "detokenize": [False],
+    "skip_special_tokens": [False],
+    "truncate_prompt_tokens": [1, 50],
+    "cache_salt": ["s"],
+}
+
+
+def joined(streamed: list[dict[str, Any]], index: int) -> tuple[Any, ...]:
+    parts = [c for chunk in streamed for c in chunk["choices"] if c["index"] == index]
+    return (
+        "".join(part["text"] for part in parts),
+        [one for part in parts for one in part["token_ids"] or ()],
+        [one for part in parts if part["logprobs"] for one in part["logprobs"]["tokens"]],
+        [one for part in parts if part["logprobs"] for one in part["logprobs"]["text_offset"]],
+        parts[-1]["finish_reason"],
+        parts[-1]["stop_reason"],
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_mix_of_options_streams_what_it_answers_whole(server, seed):
+    rng = random.Random(seed)
+    body = {name: rng.choice(values) for name, values in MIXED.items() if rng.random() < 0.35}
+    body = {"max_tokens": 8, "seed": seed, "temperature": 1} | body
+    whole = complete(server, **body)
+    streamed = chunks(server, stream_options={"include_usage": True}, **body)
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert streamed[-1]["usage"][count] == whole["usage"][count], body
+    for choice in whole["choices"]:
+        alone = joined([{"choices": [choice]}], choice["index"])
+        assert joined(streamed, choice["index"]) == alone, body
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [(COMPLETIONS, {}), (CHAT, {"messages": [{"role": "user", "content": "Hi"}]})],
@@ -475,6 +529,7 @@ def test_the_model_list_and_the_version(server, client):
     reasons = {choice["setting"]: choice["reason"] for choice in version["choices"]}
     assert reasons["max_seq_len"] == "set by max_seq_len"
     assert all(reasons.values())
+    assert httpx.get(f"{server.url}/health_generate").json() == {"status": "ok"}
 
 
 def test_metrics_are_iterations_in_json_and_counters_for_prometheus(server):

@@ -53,7 +53,8 @@ def blind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Random weights from a folder that holds only config.json, and no tokenizer."""
     folder = tmp_path_factory.mktemp("only_config")
     shutil.copy(local_folder("tiny") / "config.json", folder)
-    with Server(folder, load_format="dummy", skip_tokenizer_init=True) as server:
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_stats_len": 3}
+    with Server(folder, **settings) as server:
         yield server
 
 
@@ -210,6 +211,16 @@ def test_text_is_refused_without_a_tokenizer(blind, path, body):
     assert "tokenizer" in reply.json()["error"]["message"]
 
 
+def test_no_more_steps_are_kept_than_max_stats_len(blind):
+    for _ in range(2):
+        steps = blind.counters()["steps"]
+        blind.post(COMPLETIONS, prompt=[5], max_tokens=20, ignore_eos=True)
+        assert blind.counters()["steps"] == steps + 20
+    kept = [step["iter"] for step in httpx.get(f"{blind.url}/metrics").json()]
+    assert kept == [steps + 17, steps + 18, steps + 19]
+    assert httpx.get(f"{blind.url}/metrics").json() == []
+
+
 # Servers that do not start
 
 
@@ -224,8 +235,8 @@ def test_weights_of_another_model_are_named(tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     said = failed_start(folder, "--port", "0")
     missing, unexpected = said.split("missing: ")[1].split("unexpected: ")
-    assert "layers.0.mlp.down_proj.weight" in missing
-    assert "layers.1." in missing
+    assert "model.layers.0.mlp.down_proj.weight" in missing
+    assert "model.layers.1.self_attn.k_proj.weight" in missing
     assert "model.layers.0.mlp.bonus_proj.weight" in unexpected
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from penstock.metrics.events import Event, FirstToken, MoreTokens, RequestRefused, SampleFinished
-from penstock.metrics.iteration import IterationLog
+from penstock.metrics.iteration import MAX_KEPT, IterationLog
 from penstock.metrics.prometheus import ALIASES, Aliased, EngineCollector
 from penstock.types.stats import EngineCounters, IterationStats
 
@@ -32,9 +32,10 @@ class Metrics:
         model_name: str,
         counters: Callable[[], EngineCounters],
         drain_iterations: Callable[[], Iterable[IterationStats]],
+        max_iterations: int = MAX_KEPT,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.iterations = IterationLog(drain_iterations, self._observe_iteration)
+        self.iterations = IterationLog(drain_iterations, self._observe_iteration, max_iterations)
         self._inner = CollectorRegistry()  # measured once here, exposed under several names
         self._model_name = model_name
         self._ttft = self._histogram("time_to_first_token_seconds", _FIRST_TOKEN_S)

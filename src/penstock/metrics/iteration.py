@@ -16,10 +16,11 @@ class IterationLog:
         self,
         drain: Callable[[], Iterable[IterationStats]],
         observe: Callable[[IterationStats], None],
+        max_kept: int = MAX_KEPT,
     ) -> None:
         self._drain = drain
         self._observe = observe
-        self._kept: deque[IterationStats] = deque(maxlen=MAX_KEPT)
+        self._kept: deque[IterationStats] = deque(maxlen=max_kept)
 
     def refresh(self) -> None:
         for stats in self._drain():
@@ -27,7 +28,7 @@ class IterationLog:
             self._kept.append(stats)
 
     def take(self) -> list[dict[str, Any]]:
-        """Every iteration since the last call, oldest first, at most `MAX_KEPT`."""
+        """Every iteration since the last call, oldest first, at most `max_kept`."""
         self.refresh()
         taken = [as_trtllm(stats) for stats in self._kept]
         self._kept.clear()

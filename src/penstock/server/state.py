@@ -23,7 +23,7 @@ class ServerState:
 
 def server_state(pipeline: GenerationPipeline, config: EngineConfig) -> ServerState:
     name, client = model_name(config), pipeline.client
-    metrics = Metrics(name, lambda: client.counters, client.drain_iterations)
+    metrics = Metrics(name, lambda: client.counters, client.drain_iterations, config.max_stats_len)
     return ServerState(pipeline, name, metrics, TokenNames(pipeline.tokenizer))
 
 
