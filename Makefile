@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## create the virtual environment and install
 
-serve: $(STAMP)  ## serve MODEL (default: a tiny built-in one) on http://localhost:8000
+serve: $(STAMP)  ## serve MODEL (default: smollm2, fetched once) on http://localhost:8000
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
 test: $(STAMP)  ## run the whole test suite, on the CPU

@@ -35,8 +35,8 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "yaml.load": ("config/load.py",),  # with a loader that makes plain data only
     "os.getenv": (),
     # The log level, the cache folder, what a child process inherits, where gloo listens.
-    "os.environ": ("log.py", "hub/folder.py", "ipc/process.py", "parallel/mesh.py"),
-    "subprocess": ("ipc/process.py", "cli/doctor.py"),
+    "os.environ": ("log.py", "hub/folder.py", "hub/pull.py", "ipc/process.py", "parallel/mesh.py"),
+    "subprocess": ("ipc/process.py", "cli/doctor.py", "hub/pull.py"),
 }
 
 

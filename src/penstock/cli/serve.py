@@ -7,13 +7,15 @@ from penstock.cli.flags import settings
 from penstock.config.load import load_config
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
+from penstock.hub.catalog import CATALOG
+from penstock.hub.folder import TINY, local_folder
 
 _logger = log.get(__name__)
 
 
 def run(args: argparse.Namespace) -> int:
     log.setup("http", getattr(args, "log_level", None))
-    config = build_config(args)
+    config = with_model_fetched(build_config(args))
     from penstock.server.launch import serve
 
     status: int = serve(config)
@@ -28,4 +30,25 @@ def build_config(args: argparse.Namespace) -> EngineConfig:
     config = load_config(values, args.config, args.set)
     if args.needs_model and "model" not in config.model_fields_set:
         raise ConfigError("MODEL is missing: name a model id or a checkpoint folder")
+    return config
+
+
+def with_model_fetched(config: EngineConfig) -> EngineConfig:
+    """Fetch a model of the catalogue now, where Ctrl-C still ends it at once.
+
+    Where the user named no model and the default one cannot be had, the built-in one is served.
+    """
+    if config.model not in CATALOG:
+        return config
+    try:
+        local_folder(config.model)
+    except ConfigError as error:
+        if "model" in config.model_fields_set:
+            raise
+        _logger.warning(
+            "%s. Serving the built-in '%s' instead, which only makes up sentences; "
+            "'penstock serve MODEL' serves another one",
+            *(error, TINY),
+        )
+        return config.model_copy(update={"model": TINY})
     return config

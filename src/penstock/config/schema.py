@@ -23,7 +23,7 @@ from penstock.config.messages import explain
 from penstock.config.trtllm_fields import canonical, translate
 from penstock.errors import ConfigError
 
-DEFAULT_MODEL = "tiny"  # a small random model that the project makes itself
+DEFAULT_MODEL = "smollm2"  # of the catalogue: answers sensibly, small enough for any CPU
 
 _logger = log.get(__name__)
 
@@ -34,8 +34,9 @@ class EngineConfig(StrictModel):
     # model and tokenizer
     model: str = setting(
         DEFAULT_MODEL,
-        f"Hub id or local folder of the checkpoint. '{DEFAULT_MODEL}': a small random model made "
-        "on the spot, for trying the server out.",
+        "Hub id, local folder or GGUF file of the checkpoint, or a name. "
+        f"'{DEFAULT_MODEL}': SmolLM2-135M-Instruct, fetched on first use. 'tiny': made on the "
+        "spot, for trying the server out without a network.",
         min_length=1,
         max_length=4096,
     )

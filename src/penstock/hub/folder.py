@@ -1,4 +1,4 @@
-"""Model name or path -> local folder. Downloads only the files that are read. Needs no torch."""
+"""Model name or path -> local folder or GGUF file. Downloads only what is read. Needs no torch."""
 
 import contextlib
 import os
@@ -19,31 +19,42 @@ from huggingface_hub.errors import (
 
 from penstock import __version__
 from penstock.errors import ConfigError
+from penstock.hub.catalog import CATALOG
+from penstock.hub.gguf import SUFFIX, is_gguf
+from penstock.hub.pull import MODEL_FILES, WEIGHTS, fetch_known
 from penstock.hub.tiny import write_tiny_model
 
 TINY = "tiny"  # the built-in model: made on the spot, so that the server runs without a download
 
-_WEIGHTS = "*.safetensors"
-_WANTED = (_WEIGHTS, "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _UNWANTED = ("*/*", "consolidated*")  # other layouts of the same weights
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_NAME = r"[A-Za-z0-9][\w.-]*"
+_HUB_ID = re.compile(rf"{_NAME}(/{_NAME})?")
 
 
 def local_folder(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The folder that holds `model`: a path, the id of a hub model, or the built-in "tiny".
+    """The folder, or the GGUF file, that holds `model`; fetched on first use where it is a name.
 
-    With `weights=False` a hub model's small files are enough: configuration and tokenizer.
+    `model` is a path, "tiny", a name of the catalogue, the name of something pulled before, or the
+    id of a hub model. With `weights=False` a hub model's small files are enough: configuration and
+    tokenizer.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return _checked(path.resolve())
+    if is_gguf(path):
+        return path.resolve()
     if model == TINY:
         return _tiny_folder()
+    if model in CATALOG:
+        return fetch_known(model, CATALOG[model], models_home())
+    if path.suffix == SUFFIX:
+        raise ConfigError(f"model '{model}': no such file")
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(
             f"model '{model}': no such folder, and it is not a hub id like 'org/name'"
         )
-    return _checked(_download(model, revision, weights))
+    pulled = models_home() / model
+    return _checked(pulled if pulled.is_dir() else _download(model, revision, weights))
 
 
 def cache_home() -> Path:
@@ -51,8 +62,17 @@ def cache_home() -> Path:
     return Path(os.environ.get("PENSTOCK_HOME") or Path.home() / ".cache" / "penstock")
 
 
+def models_home() -> Path:
+    """Where models lie that did not come from the hub, each in a folder of its name."""
+    return cache_home() / "models"
+
+
+def tiny_home() -> Path:
+    return models_home() / f"{TINY}-{__version__}"
+
+
 def _tiny_folder() -> Path:
-    folder = cache_home() / "models" / f"{TINY}-{__version__}"
+    folder = tiny_home()
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
@@ -64,11 +84,15 @@ def _tiny_folder() -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"'{folder}' has no config.json; point to a folder in HF checkpoint layout"
-        )
-    return folder
+    if (folder / "config.json").is_file():
+        return folder
+    files = list(folder.glob(f"*{SUFFIX}"))
+    if len(files) == 1:
+        return files[0]
+    raise ConfigError(
+        f"'{folder}' has no config.json; point to a folder in HF checkpoint layout, or to a "
+        f"{SUFFIX} file"
+    )
 
 
 def _download(model: str, revision: str | None, weights: bool) -> Path:
@@ -78,8 +102,8 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
             snapshot_download(
                 model,
                 revision=revision,
-                allow_patterns=list(_WANTED),
-                ignore_patterns=[*_UNWANTED, *(() if weights else (_WEIGHTS,))],
+                allow_patterns=list(MODEL_FILES),
+                ignore_patterns=[*_UNWANTED, *(() if weights else (WEIGHTS,))],
             )
         )
     except GatedRepoError as error:

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json -> `ModelSpec`. The only reader of the raw configuration.
+"""config.json and generation_config.json, or the head of a GGUF file -> `ModelSpec`.
 
 Understands what transformers 4 writes (rope_theta, rope_scaling, torch_dtype) and what 5 does
 (rope_parameters, dtype). Fields that a file leaves out have the default of their model type.
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.hub.gguf import GgufFile, is_gguf
+from penstock.models.gguf import config_of
 from penstock.models.registry import supported_architectures
 from penstock.types.model_spec import ModelSpec, RopeSpec
 
@@ -63,7 +65,7 @@ _FAMILIES = {
 
 def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
     """`overrides` replaces fields of config.json, nested ones key by key, before it is read."""
-    raw = _read_json(folder / "config.json")
+    raw = config_of(GgufFile(folder)) if is_gguf(folder) else _read_json(folder / "config.json")
     original_max_position = raw.get("max_position_embeddings")
     config = _Fields(folder, _merged(raw, overrides or {}))
     generation = _read_json(folder / "generation_config.json", optional=True)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from penstock.config.schema import EngineConfig
 from penstock.frontend.pipeline import GenerationPipeline
+from penstock.hub.gguf import is_gguf
 from penstock.metrics.collect import Metrics
 from penstock.server.openai.logprobs import TokenNames
 
@@ -28,10 +29,12 @@ def server_state(pipeline: GenerationPipeline, config: EngineConfig) -> ServerSt
 
 
 def model_name(config: EngineConfig) -> str:
-    """The served name, else the hub id, else the last part of a local folder's path."""
+    """The served name, else the name or id asked for, else the last part of a local path."""
     if config.served_model_name is not None:
         return config.served_model_name
-    path = Path(config.model)
+    path = Path(config.model).expanduser()
+    if is_gguf(path):
+        return path.stem
     return path.resolve().name if path.is_dir() else config.model
 
 

@@ -1,7 +1,7 @@
-"""Loads a tokenizer from a local folder and turns text into ids and back.
+"""Loads a tokenizer from a local folder or GGUF file and turns text into ids and back.
 
-Reads tokenizer.json and what lies beside it; knows no chat template syntax (see `chat`) and nothing
-of requests that stream (see `detokenizer`).
+Reads tokenizer.json and what lies beside it (GGUF: see `gguf`); knows no chat template syntax (see
+`chat`) and nothing of requests that stream (see `detokenizer`).
 """
 
 import json
@@ -12,6 +12,8 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import ConfigError, RequestError
+from penstock.hub.gguf import is_gguf
+from penstock.text.gguf import read_gguf_tokenizer
 from penstock.text.pieces import piece_rule
 
 # Real text has about four characters per token. Nothing that fits averages 64, so longer text is
@@ -39,6 +41,7 @@ class Tokenizer:
         special_tokens: dict[str, str],
         chat_templates: dict[str, str],
         add_bos: bool = False,
+        extra_eos_ids: Sequence[int] = (),
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -54,7 +57,8 @@ class Tokenizer:
         self.bos_id = self._id_of("bos_token")
         self.pad_id = self._id_of("pad_token")
         eos_id = self._id_of("eos_token")
-        self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+        own_eos = () if eos_id is None else (eos_id,)
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*own_eos, *extra_eos_ids)))
         self._rule = piece_rule(_decoder_of(backend))
         self._pieces: dict[int, bytes] = {}
         # Some folders ask for a BOS only in tokenizer_config.json, with a post-processor that adds
@@ -65,6 +69,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
+        """The tokenizer in a folder, or the one inside a .gguf file."""
+        if is_gguf(folder):
+            read = read_gguf_tokenizer(folder)
+            return cls(
+                read.backend,
+                read.special_tokens,
+                read.chat_templates,
+                extra_eos_ids=read.extra_eos_ids,
+            )
         path = folder / _FILE
         if not path.is_file():
             raise ConfigError(_missing(folder))

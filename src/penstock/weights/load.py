@@ -20,7 +20,8 @@ from penstock.parallel.parameter import PlacedParameter
 from penstock.parallel.shard import Piece
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import Rules, Target
-from penstock.weights.stream import StoredTensor, stream, weight_files
+from penstock.weights.stored import StoredTensor
+from penstock.weights.stream import stream, weight_files
 
 _MAX_LISTED = 20
 _NORM_SPREAD = 0.1

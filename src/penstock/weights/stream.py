@@ -3,43 +3,23 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.hub.gguf import is_gguf
+from penstock.weights.gguf import stream_gguf
+from penstock.weights.stored import StoredTensor
 
 _INDEX = "model.safetensors.index.json"
-_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor that still lies in its file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it: "BF16"
-    _slice: Any
-
-    @property
-    def is_float(self) -> bool:
-        return self.dtype in _FLOAT_BYTES
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * _FLOAT_BYTES.get(self.dtype, 1)
-
-    def read(self, part: tuple[slice, ...]) -> Tensor:
-        """A view into the mapped file: copy it before the stream moves on."""
-        return self._slice[part]
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files that make up the checkpoint: those of its index, or all there are."""
+    """The GGUF file itself; or the safetensors files of the folder's index, or all there are."""
+    if is_gguf(folder):
+        return (folder,)
     index = folder / _INDEX
     if index.is_file():
         files = _indexed_files(index)
@@ -60,11 +40,16 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 def stream(files: tuple[Path, ...]) -> Iterator[StoredTensor]:
     """Every tensor of every file, in the order of the bytes on disk."""
     for file in files:
+        if is_gguf(file):
+            yield from stream_gguf(file)
+            continue
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.offset_keys():
                     part = opened.get_slice(name)
-                    yield StoredTensor(name, tuple(part.get_shape()), part.get_dtype(), part)
+                    shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                    num_bytes = math.prod(shape) * _BYTES.get(dtype, 1)
+                    yield StoredTensor(name, shape, dtype, num_bytes, part)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read '{file}': {error}; download it again") from error
 

@@ -10,6 +10,8 @@ import pytest
 
 from penstock.cli.main import main, trtllm_serve
 from penstock.config.schema import DEFAULT_MODEL
+from penstock.errors import ConfigError
+from penstock.hub.catalog import CATALOG
 
 
 @pytest.fixture
@@ -49,9 +51,46 @@ def test_help_needs_little_and_is_quick(command):
     assert min(cpu_seconds() for _ in range(3)) < 0.3
 
 
-def test_serve_without_a_model_serves_the_default_one(served):
+@pytest.fixture
+def fetched(monkeypatch):
+    """The models asked for, in place of downloads; one that stands in `missing` cannot be had."""
+    asked, missing = [], set()
+
+    def local_folder(model):
+        asked.append(model)
+        if model in missing:
+            raise ConfigError(f"cannot fetch '{model}': no network")
+
+    monkeypatch.setattr("penstock.cli.serve.local_folder", local_folder)
+    return types.SimpleNamespace(asked=asked, missing=missing)
+
+
+def test_serve_without_a_model_serves_the_default_one(served, fetched):
     assert call(main, "serve") == 0
     assert served[0].model == DEFAULT_MODEL
+    assert fetched.asked == [DEFAULT_MODEL]
+
+
+def test_where_the_default_model_cannot_be_had_the_built_in_one_is_served(served, fetched, capsys):
+    fetched.missing.add(DEFAULT_MODEL)
+    assert call(main, "serve", "--port", "9", "--api_key", "secret") == 0
+    assert (served[0].model, served[0].port, served[0].api_key) == ("tiny", 9, "secret")
+    [line] = capsys.readouterr().err.splitlines()
+    assert "no network. Serving the built-in 'tiny' instead" in line
+
+
+def test_a_model_that_was_named_is_never_replaced(served, fetched, capsys):
+    fetched.missing.add(DEFAULT_MODEL)
+    assert call(main, "serve", DEFAULT_MODEL) == 2
+    assert call(main, "serve", "--set", f"model={DEFAULT_MODEL}") == 2
+    assert served == []
+    assert "no network" in capsys.readouterr().err
+
+
+def test_only_models_of_the_catalogue_are_fetched_before_the_server_starts(served, fetched):
+    assert DEFAULT_MODEL in CATALOG
+    assert call(main, "serve", "org/m") == 0
+    assert fetched.asked == []
 
 
 def test_serve_passes_flags_yaml_and_set(served, tmp_path):

@@ -26,6 +26,19 @@ def test_folder_without_config_is_refused(tmp_path):
         hub.local_folder(str(tmp_path))
 
 
+def test_gguf_file_is_used_as_it_is_also_when_only_its_folder_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "some.gguf"
+    file.touch()
+    monkeypatch.chdir(tmp_path)
+    for model in (str(file), "some.gguf", str(tmp_path)):
+        assert hub.local_folder(model) == file
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(ConfigError, match=r"or to a \.gguf file"):
+        hub.local_folder(str(tmp_path))
+    with pytest.raises(ConfigError, match="no such file"):
+        hub.local_folder("missing.gguf")
+
+
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "a/b/c", "", "a b"])
 def test_path_that_is_not_there_is_no_hub_id(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

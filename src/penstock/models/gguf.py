@@ -1,0 +1,92 @@
+"""What a GGUF file says of its model, in the words of config.json. Needs no torch."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.hub.gguf import GgufFile
+
+_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_ROPE_FACTORS = "rope_freqs.weight"
+_F32 = 0
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """The fields of config.json that describe this model."""
+    model_type = file.metadata.get("general.architecture", "")
+    if model_type not in _MODEL_TYPES:
+        raise ConfigError(
+            f"'{file.path}': GGUF architecture '{model_type}' is not supported; "
+            f"supported are {', '.join(_MODEL_TYPES)}"
+        )
+
+    def get(name: str, default: Any = None) -> Any:
+        return file.metadata.get(f"{model_type}.{name}", default)
+
+    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
+    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
+    config = {
+        "model_type": model_type,
+        "vocab_size": get("vocab_size", len(tokens) or None),
+        "hidden_size": hidden_size,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": get("attention.head_count_kv", num_heads),
+        "head_dim": get("attention.key_length", get("rope.dimension_count")),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_ids(file),
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+        "rope_parameters": _rope(file, get),
+    }
+    if (window := get("attention.sliding_window")) is not None:
+        if model_type != "llama":
+            raise ConfigError(f"'{file.path}': a sliding window of {model_type} is not supported")
+        config |= {"model_type": "mistral", "sliding_window": window}
+    return config
+
+
+def _end_ids(file: GgufFile) -> list[int]:
+    """End of text and, where it is another token, end of turn."""
+    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    found = (file.metadata.get(name) for name in names)
+    return list(dict.fromkeys(token_id for token_id in found if token_id is not None))
+
+
+def _rope(file: GgufFile, get: Any) -> dict[str, Any]:
+    theta = float(get("rope.freq_base", 10000.0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if _ROPE_FACTORS in file.tensors:
+        return rope | _llama3(file, theta)
+    kind = get("rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    original = get("rope.scaling.original_context_length")
+    rope |= {"rope_type": kind, "factor": float(get("rope.scaling.factor", 1.0))}
+    return rope | ({"original_max_position_embeddings": original} if original else {})
+
+
+def _llama3(file: GgufFile, theta: float) -> dict[str, Any]:
+    """Llama 3's scaling is stored as its effect on each frequency; this finds its parameters."""
+    tensor = file.tensors[_ROPE_FACTORS]
+    if tensor.type != _F32:
+        raise ConfigError(f"'{file.path}': {_ROPE_FACTORS} is not stored in fp32")
+    stored = file.packed_rows(tensor, 1, 4).view(np.float32)[0]
+    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
+    lengths = 2 * math.pi * theta ** (np.arange(len(stored)) / len(stored))
+    smooth = np.clip((original / lengths - low) / (high - low), 0.0, 1.0)
+    if not np.allclose(stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+        raise ConfigError(f"'{file.path}': the rotary factors it stores are not those of Llama 3")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -1,0 +1,102 @@
+"""Tensors of a GGUF file under the names of HF checkpoints, unpacked as they are read."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.hub.gguf import GgufFile, GgufTensor
+from penstock.weights.stored import StoredTensor
+
+_WHOLE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IGNORED = ("rope_freqs.weight",)  # read with the configuration
+
+
+def stream_gguf(path: Path) -> Iterator[StoredTensor]:
+    """Every tensor of the file, in the order of the bytes on disk."""
+    file = GgufFile(path)
+    for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
+        if tensor.name in _IGNORED:
+            continue
+        try:
+            kind = gguf.GGMLQuantizationType(tensor.type)
+            block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ConfigError(
+                f"'{path}': tensor '{tensor.name}' is packed as type {tensor.type}, "
+                "which is not known; convert the file with a newer program"
+            ) from None
+        packed = file.packed_rows(tensor, block_values, block_bytes)
+        rows = _Rows(packed, kind, tensor.shape, _row_order(file, tensor))
+        yield StoredTensor(hf_name(tensor.name), tensor.shape, "F32", packed.nbytes, rows)
+
+
+def hf_name(name: str) -> str:
+    """An unknown name stays as it is: loading reports it as unexpected."""
+    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = found.groups()
+        return f"model.layers.{layer}.{_IN_LAYER.get(part, part)}.{kind}"
+    part, _, kind = name.rpartition(".")
+    return f"{_WHOLE.get(part, part)}.{kind}"
+
+
+def _row_order(file: GgufFile, tensor: GgufTensor) -> NDArray[np.int64] | None:
+    """Llama's queries and keys are stored for rotating neighbours; HF rotates halves."""
+    metadata = file.metadata
+    found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", tensor.name)
+    if metadata["general.architecture"] != "llama" or found is None:
+        return None
+    name = "head_count" if found[1] == "q" else "head_count_kv"
+    num_heads = metadata.get(f"llama.attention.{name}", metadata["llama.attention.head_count"])
+    num_rows = tensor.shape[0]
+    pairs = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Indexed like a tensor; only the rows asked for are unpacked."""
+
+    packed: NDArray[np.uint8]  # one line per row
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    order: NDArray[np.int64] | None
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        if len(self.shape) == 1:  # its values are one line
+            values = self._unpack(self.packed)[0]
+            values = values if self.order is None else values[self.order]
+            return torch.from_numpy(values[part[0]])
+        lines = self.packed[part[0]] if self.order is None else self.packed[self.order[part[0]]]
+        return torch.from_numpy(np.ascontiguousarray(self._unpack(lines)[:, part[1]]))
+
+    def _unpack(self, lines: NDArray[np.uint8]) -> NDArray[np.float32]:
+        if self.kind == gguf.GGMLQuantizationType.F32:
+            return lines.view(np.float32).copy()
+        if self.kind == gguf.GGMLQuantizationType.F16:
+            return lines.view(np.float16).astype(np.float32)
+        return gguf.dequantize(lines, self.kind)

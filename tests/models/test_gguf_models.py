@@ -1,0 +1,168 @@
+"""GGUF files give the model that was packed into them."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from paged_driver import load_model, mixed_run, prompts
+from tiny_models import make_checkpoint, reference_model
+
+from penstock.errors import ConfigError
+from penstock.hub.gguf import GgufFile
+from penstock.models.spec import parse_model_spec
+from penstock.weights.gguf import stream_gguf
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+QUANT = gguf.GGMLQuantizationType
+
+
+def gguf_name(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name.replace("model.layers.", "blk.")
+
+
+def write_gguf(path, model, kind: QUANT = QUANT.F32, rope_factors=None) -> dict[str, np.ndarray]:
+    """Pack a transformers model as converters do; returns what the file holds, by HF name."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+    held = {}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = weight.float().numpy()
+        packs = values.ndim == 2 and values.shape[1] % 32 == 0
+        used = kind if packs else QUANT.F32
+        packed = gguf.quantize(values, used)
+        held[name] = gguf.dequantize(packed, used).reshape(values.shape)
+        is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
+        if config.model_type == "llama" and is_rotated:
+            heads = values.shape[0] // config.head_dim
+            halves = packed.reshape(heads, 2, config.head_dim // 2, *packed.shape[1:])
+            packed = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(packed.shape)
+        writer.add_tensor(gguf_name(name), packed, raw_dtype=used)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+@pytest.mark.parametrize("kind", [QUANT.F32, QUANT.F16, QUANT.Q8_0, QUANT.Q4_1], ids=str)
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {})],
+    ids=["llama", "tied", "qwen2", "qwen3"],
+)
+def test_a_packed_model_gives_the_logits_of_its_numbers(tmp_path, arch, fields, kind):
+    model = reference_model(make_checkpoint(tmp_path / "hf", arch, **fields))
+    held = write_gguf(tmp_path / "model.gguf", model, kind)
+    model.load_state_dict({n: torch.from_numpy(v) for n, v in held.items()}, strict=False)
+    texts = prompts(model.config.vocab_size)
+    ours = mixed_run(load_model(tmp_path / "model.gguf"), texts)
+    for text, logits in zip(texts, ours, strict=True):
+        with torch.inference_mode():
+            truth = model(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(logits, truth, atol=1e-4, rtol=0)
+
+
+def test_the_configuration_is_that_of_the_packed_model(tmp_path):
+    model = reference_model(make_checkpoint(tmp_path / "hf", "qwen3", head_dim=32))
+    write_gguf(tmp_path / "model.gguf", model)
+    theirs, ours = parse_model_spec(tmp_path / "hf"), parse_model_spec(tmp_path / "model.gguf")
+    for name in ("architecture", "vocab_size", "head_size", "num_kv_heads", "rope", "qk_norm"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.norm_eps == pytest.approx(theirs.norm_eps)
+    assert ours.eos_token_ids == (2, 5)
+
+
+def llama3_factors(num: int, theta: float, factor: float) -> np.ndarray:
+    """As transformers scales them: frequency before over frequency after."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = dict(
+        rope_type="llama3", rope_theta=theta, factor=factor, low_freq_factor=1.0,
+        high_freq_factor=4.0, original_max_position_embeddings=8192,
+    )  # fmt: skip
+    config = LlamaConfig(head_dim=2 * num, max_position_embeddings=131072, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return theta ** -(np.arange(num) / num) / scaled.numpy()
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3_scaling_is_found_in_its_stored_factors(tmp_path, factor):
+    model = reference_model(make_checkpoint(tmp_path / "hf", "llama", head_dim=64))
+    factors = llama3_factors(32, 10000.0, factor)
+    write_gguf(tmp_path / "model.gguf", model, rope_factors=factors)
+    rope = parse_model_spec(tmp_path / "model.gguf").rope
+    assert (rope.kind, rope.original_max_position) == ("llama3", 8192)
+    assert rope.factor == pytest.approx(factor)
+
+
+def test_other_stored_factors_are_refused(tmp_path):
+    model = reference_model(make_checkpoint(tmp_path / "hf", "llama", head_dim=64))
+    write_gguf(tmp_path / "model.gguf", model, rope_factors=np.linspace(1, 9, 32))
+    with pytest.raises(ConfigError, match="not those of Llama 3"):
+        parse_model_spec(tmp_path / "model.gguf")
+
+
+def test_only_the_rows_asked_for_are_unpacked(tmp_path):
+    model = reference_model(make_checkpoint(tmp_path / "hf", "llama"))
+    held = write_gguf(tmp_path / "model.gguf", model, QUANT.Q8_0)
+    for tensor in stream_gguf(tmp_path / "model.gguf"):
+        if len(tensor.shape) == 2:
+            part = tensor.read((slice(8, 24), slice(32, 64)))
+            assert np.array_equal(part.numpy(), held[tensor.name][8:24, 32:64]), tensor.name
+
+
+@pytest.mark.parametrize("cut", [3, 20, 200, 2000])
+def test_a_damaged_file_is_a_config_error(tmp_path, cut):
+    model = reference_model(make_checkpoint(tmp_path / "hf", "llama"))
+    path = tmp_path / "model.gguf"
+    write_gguf(path, model)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut] if cut < 1000 else whole[: len(whole) - cut])
+    with pytest.raises(ConfigError, match=r"model\.gguf"):
+        for tensor in stream_gguf(path):
+            tensor.read(tuple(slice(None) for _ in tensor.shape))
+
+
+def test_another_architecture_is_refused_by_name(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert GgufFile(tmp_path / "model.gguf").metadata["general.architecture"] == "mamba"
+    with pytest.raises(ConfigError, match="mamba"):
+        parse_model_spec(tmp_path / "model.gguf")
