@@ -89,12 +89,15 @@ def test_a_final_message_is_continued_and_echoed(server):
 
 def test_content_may_come_in_text_parts(server):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    chat(server, messages=[{"role": "user", "content": parts}], max_tokens=1)
+    reply = chat(server, messages=[{"role": "user", "content": parts}], max_tokens=1)
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert server.pipeline.asked[-1].messages[0]["content"] == parts
 
 
 def test_the_assistants_reply_can_be_sent_back_as_it_came(server):
     message = chat(server)["choices"][0]["message"]
     chat(server, messages=[*MESSAGES, message, {"role": "user", "content": "More"}])
+    assert server.pipeline.asked[-1].messages[-2]["content"] == message["content"]
 
 
 def test_logprobs_name_token_bytes_and_alternatives(server):

@@ -5,6 +5,8 @@ What makes an architecture is the attention and the MLP that its file puts into 
 
 # T tokens in the step, L rows that need logits, D hidden size, V vocabulary
 
+from abc import ABC, abstractmethod
+
 from torch import Tensor, nn
 
 from penstock.kernels.batch import ForwardBatch
@@ -37,7 +39,7 @@ class DecoderBlock(nn.Module):
         return self.mlp(x_TD, batch), residual_TD
 
 
-class Decoder(nn.Module):
+class Decoder(nn.Module, ABC):
     """An architecture is a subclass that says what a block is made of, and its weights' names."""
 
     weight_rules: Rules
@@ -55,8 +57,8 @@ class Decoder(nn.Module):
             table = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.head = VocabHead(table)
 
-    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock:
-        raise NotImplementedError
+    @abstractmethod
+    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock: ...
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of every token of the step, after the final norm."""
