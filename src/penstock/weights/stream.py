@@ -9,7 +9,6 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ConfigError
 from penstock.hub.gguf import is_gguf
-from penstock.weights.gguf import stream_gguf
 from penstock.weights.stored import StoredTensor
 
 _INDEX = "model.safetensors.index.json"
@@ -41,6 +40,8 @@ def stream(files: tuple[Path, ...]) -> Iterator[StoredTensor]:
     """Every tensor of every file, in the order of the bytes on disk."""
     for file in files:
         if is_gguf(file):
+            from penstock.weights.gguf import stream_gguf  # only now, it loads the gguf package
+
             yield from stream_gguf(file)
             continue
         try:
