@@ -7,7 +7,7 @@ from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS
 
 _GIB = 2**30
-_GRAPH_BASE_BYTES = 256 * 2**20  # workspaces and graph nodes; measured after capture and logged
+_GRAPH_BASE_BYTES = 400 * 2**20  # workspaces and graph nodes; what was taken is logged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
