@@ -15,14 +15,13 @@ from torch import Tensor
 
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.gather import decode_inputs
+from penstock.kernels.transfer import to_device
 from penstock.types.step import FROM_DEVICE, Int32s, StepPlan
 
 
-def to_device(arrays: list[Int32s], device: torch.device) -> list[Tensor]:
-    """Several host arrays in one copy that the host does not wait for."""
-    packed = torch.from_numpy(np.concatenate(arrays))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+def all_to_device(arrays: list[Int32s], device: torch.device) -> list[Tensor]:
+    """Several host arrays in one copy."""
+    packed = to_device(np.concatenate(arrays), device)
     return list(packed.split([len(array) for array in arrays]))
 
 
@@ -60,7 +59,7 @@ class Rows:
             self._texts[join.row] = join.token_ids
         growth = plan.growth
         if len(growth.rows):
-            rows, indices, block_ids = to_device(
+            rows, indices, block_ids = all_to_device(
                 [growth.rows, growth.indices, growth.block_ids], self.device
             )
             self.block_table_RM.index_put_((rows.long(), indices.long()), block_ids)
@@ -79,7 +78,7 @@ class Rows:
         entry_of_token = np.repeat(np.arange(len(num_tokens), dtype=np.int32), num_tokens)
         offsets = np.arange(len(ids), dtype=np.int32) - query_starts[entry_of_token]
         rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T, sampling_L = (
-            to_device(
+            all_to_device(
                 [
                     plan.rows, plan.starts, num_tokens, query_starts, ids, entry_of_token, offsets,
                     sampling,
@@ -120,7 +119,7 @@ class Rows:
 
     def build_decode(self, rows: Int32s, max_kv_len: int) -> StepInputs:
         """The same for a step of decodes only, where row numbers are all the host sends."""
-        (rows_N,) = to_device([rows], self.device)
+        rows_N = to_device(rows, self.device)
         batch = self.decode_batch(rows_N, max_kv_len)
         return StepInputs(
             batch=batch,

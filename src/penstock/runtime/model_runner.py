@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.transfer import start_copy_to_host
 from penstock.layers.decoder import Decoder
 from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
@@ -46,11 +47,9 @@ class DeviceStep:
         self._plan = plan
         self._logprobs = logprobs.start_copy() if logprobs else None
         self._scores = scores
+        self._token_ids_L = start_copy_to_host(token_ids_L)
         self._event: torch.cuda.Event | None = None
-        self._token_ids_L = token_ids_L
         if token_ids_L.is_cuda:
-            self._token_ids_L = torch.empty_like(token_ids_L, device="cpu", pin_memory=True)
-            self._token_ids_L.copy_(token_ids_L, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from penstock.runtime.batch import Rows, to_device
+from penstock.runtime.batch import Rows, all_to_device
 from penstock.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from penstock.types.step import LogprobRows, RowJoin, StepPlan
 
@@ -58,7 +58,7 @@ class PromptScorer:
             num_scored += count
         if not num_scored:
             return None
-        positions_J, targets_J = to_device(
+        positions_J, targets_J = all_to_device(
             [np.concatenate(positions), np.concatenate(targets)], self._rows.device
         )
         most = max(top_k for _, _, top_k in stretches.values())

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.transfer import start_copy_to_host
 from penstock.types.step import LogprobRows
 
 
@@ -28,10 +29,8 @@ class TokenLogprobs:
 
     def start_copy(self) -> "TokenLogprobs":
         """The same on the host. A GPU only starts the copy: wait for its stream before reading."""
-        if not self.token_ids_J.is_cuda:
-            return self
         return TokenLogprobs(
-            **{field.name: _to_pinned(getattr(self, field.name)) for field in fields(self)}
+            **{field.name: start_copy_to_host(getattr(self, field.name)) for field in fields(self)}
         )
 
     def rows(
@@ -107,7 +106,3 @@ def prompt_logprobs(
             for field in fields(TokenLogprobs)
         }
     )
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

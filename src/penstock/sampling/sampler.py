@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.sampling import argmax, gumbel_argmax
+from penstock.kernels.transfer import to_device
 from penstock.sampling import stages
 from penstock.sampling.logprobs import SampledLogprobs, token_logprobs
-from penstock.sampling.state import CUTOFFS, EDITS, Needs, SamplingState, to_device
+from penstock.sampling.state import CUTOFFS, EDITS, Needs, SamplingState
 from penstock.types.step import RowJoin
 
 

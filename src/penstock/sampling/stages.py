@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.sampling import apply_penalties, sampling_cutoffs
+from penstock.kernels.transfer import to_device
 from penstock.sampling.state import (
     CUTOFFS,
     Needs,
     RowParams,
     SamplingState,
     SparseRows,
-    to_device,
 )
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.transfer import to_device
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import RowJoin
 
@@ -59,14 +60,6 @@ _COLUMNS = {
 }
 _MAX_INT32 = 2**31 - 1
 _MIN_WIDTH = 16  # of a bias table; it doubles when a request brings more
-
-
-def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy without waiting: pinned memory is kept by its allocator until the copy is done."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
 
 
 class RowParams:
