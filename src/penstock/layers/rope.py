@@ -16,7 +16,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.rope import rope
 from penstock.types.model_spec import RopeSpec
 
 
@@ -28,9 +27,6 @@ class Rope(nn.Module):
         table_PR = cos_sin_table(spec, head_size, max_position).to(device)
         self.register_buffer("cos_sin_PR", table_PR, persistent=False)
         self.cos_sin_PR: Tensor
-
-    def forward(self, q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        return rope(q_THD, k_TKD, self.cos_sin_PR, positions_T)
 
 
 def cos_sin_table(spec: RopeSpec, head_size: int, max_position: int) -> Tensor:

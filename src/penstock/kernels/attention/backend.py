@@ -4,6 +4,7 @@ Legend: T tokens in the step, H query heads, K kv heads, D head size, B blocks, 
 """
 
 import importlib
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -12,24 +13,30 @@ from penstock.errors import ConfigError
 from penstock.kernels.batch import ForwardBatch
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What one layer's attention is, beside its tensors."""
+
+    scale: float  # of the scores; the scale of stored keys is a factor of it
+    window: int | None = None  # a query at position p sees keys max(0, p - window + 1) .. p
+    v_scale: float = 1.0  # a stored value times this is the value
+
+
 class AttentionBackend(Protocol):
-    """Writes the step's keys and values into the cache, then attends causally over the cache."""
+    """Attends causally over a cache that holds the step's own keys and values already."""
 
     name: str
     graph_safe: bool  # may be captured in a CUDA graph: the host never looks at device values
 
-    def run(
+    def attend(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
         k_cache_BKSD: Tensor,
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
-        scale: float,
-        window: int | None,
+        params: AttentionParams,
     ) -> Tensor:
-        """out_THD, contiguous. A query at position p sees keys max(0, p - window + 1) .. p."""
+        """out_THD, contiguous, in q's dtype."""
         ...
 
 

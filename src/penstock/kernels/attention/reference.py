@@ -7,8 +7,8 @@ per block, N entries, Q queries and L keys of one entry.
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
-from penstock.kernels.kv_write import kv_write
 
 
 def attend(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scale: float, window: int | None) -> Tensor:
@@ -39,24 +39,20 @@ class ReferenceAttention:
     name = "reference"
     graph_safe = False
 
-    def run(
+    def attend(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
         k_cache_BKSD: Tensor,
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
-        scale: float,
-        window: int | None,
+        params: AttentionParams,
     ) -> Tensor:
-        kv_write(k_TKD, v_TKD, k_cache_BKSD, v_cache_BKSD, batch.slots_T)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
         for entry, row in enumerate(batch.rows_N.tolist()):
             start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
             blocks_M = batch.block_table_RM[row]
             k_LKD = gather(k_cache_BKSD, blocks_M, kv_len)
-            v_LKD = gather(v_cache_BKSD, blocks_M, kv_len)
-            out_THD[start:end] = attend(q_THD[start:end], k_LKD, v_LKD, scale, window)
+            v_LKD = gather(v_cache_BKSD, blocks_M, kv_len).float() * params.v_scale
+            out_THD[start:end] = attend(q_THD[start:end], k_LKD, v_LKD, params.scale, params.window)
         return out_THD

@@ -1,7 +1,7 @@
 """Paged attention on a CPU through torch's fused one: decodes in batches, prefills one by one.
 
 What depends only on the step (index tensors, masks, groups) is worked out at its first layer and
-kept for the others, so a layer costs one write, two gathers and one attention call per group.
+kept for the others, so a layer costs two gathers and one attention call per group.
 
 Legend: T tokens in the step, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens
 per block, N entries of one group, M blocks and L padded keys of each, Q queries of one entry.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
 
 Int64s = NDArray[np.int64]
@@ -38,14 +39,13 @@ class _DecodeGroup:
 class _Prefill:
     start: int
     end: int
-    lines: Tensor | None  # None: nothing cached before this chunk, its own keys are all there is
+    lines: Tensor  # as above, of one entry
     num_keys: int
     mask_QL: Tensor | None  # None: plain causal
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    write_lines: Tensor  # [T * K] rows of the cache seen as [B * K * S, D]
     groups: list[_DecodeGroup]
     prefills: list[_Prefill]
 
@@ -58,23 +58,27 @@ class SdpaAttention:
         self._batch: ForwardBatch | None = None
         self._plans: dict[tuple[int, int, int | None], _Plan] = {}
 
-    def run(
+    def attend(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
         k_cache_BKSD: Tensor,
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
-        scale: float,
-        window: int | None,
+        params: AttentionParams,
     ) -> Tensor:
-        _, num_kv_heads, block_size, head_size = k_cache_BKSD.shape
-        plan = self._plan(batch, num_kv_heads, block_size, window)
-        for new_TKD, cache_BKSD in ((k_TKD, k_cache_BKSD), (v_TKD, v_cache_BKSD)):
-            lines = cache_BKSD.view(-1, head_size)
-            lines.index_copy_(0, plan.write_lines, new_TKD.reshape(-1, head_size))
+        out_THD = self._attend(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params)
+        return out_THD if params.v_scale == 1.0 else out_THD.mul_(params.v_scale)
 
+    def _attend(
+        self,
+        q_THD: Tensor,
+        k_cache_BKSD: Tensor,
+        v_cache_BKSD: Tensor,
+        batch: ForwardBatch,
+        params: AttentionParams,
+    ) -> Tensor:
+        _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
+        plan, scale = self._plan(batch, num_kv_heads, block_size, params.window), params.scale
         if len(plan.groups) == 1 and not plan.prefills:
             return _decode(q_THD, k_cache_BKSD, v_cache_BKSD, plan.groups[0], scale)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -83,16 +87,10 @@ class SdpaAttention:
             out_THD[group.tokens] = _decode(q_NHD, k_cache_BKSD, v_cache_BKSD, group, scale)
         for entry in plan.prefills:
             here = slice(entry.start, entry.end)
-            k_1KLD, v_1KLD = (
-                new_TKD[here].transpose(0, 1).unsqueeze(0)
-                if entry.lines is None
-                else _gather(cache_BKSD, entry.lines, 1, entry.num_keys)
-                for new_TKD, cache_BKSD in ((k_TKD, k_cache_BKSD), (v_TKD, v_cache_BKSD))
-            )
             out_1HQD = F.scaled_dot_product_attention(
                 q_THD[here].transpose(0, 1).unsqueeze(0),
-                k_1KLD,
-                v_1KLD,
+                _gather(k_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype),
+                _gather(v_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype),
                 attn_mask=entry.mask_QL,
                 is_causal=entry.mask_QL is None,
                 scale=scale,
@@ -123,19 +121,21 @@ def _decode(
     q_NKGD = q_NHD.reshape(group.size, num_kv_heads, -1, head_size)
     out_NKGD = F.scaled_dot_product_attention(
         q_NKGD,
-        _gather(k_cache_BKSD, group.lines, group.size, group.num_keys),
-        _gather(v_cache_BKSD, group.lines, group.size, group.num_keys),
+        _gather(k_cache_BKSD, group.lines, group.size, group.num_keys, q_NHD.dtype),
+        _gather(v_cache_BKSD, group.lines, group.size, group.num_keys, q_NHD.dtype),
         attn_mask=None if group.mask_N11L is None else group.mask_N11L.to(q_NHD.dtype),
         scale=scale,
     )
     return out_NKGD.reshape(q_NHD.shape)
 
 
-def _gather(cache_BKSD: Tensor, lines: Tensor, size: int, num_keys: int) -> Tensor:
+def _gather(
+    cache_BKSD: Tensor, lines: Tensor, size: int, num_keys: int, dtype: torch.dtype
+) -> Tensor:
     """Keys (or values) of `size` sequences, [N, K, L, D] cut to the first `num_keys`: one copy."""
     num_blocks, num_kv_heads, block_size, head_size = cache_BKSD.shape
     by_line = cache_BKSD.view(num_blocks * num_kv_heads, block_size * head_size)
-    kv_NKLD = by_line.index_select(0, lines).view(size, num_kv_heads, -1, head_size)
+    kv_NKLD = by_line.index_select(0, lines).view(size, num_kv_heads, -1, head_size).to(dtype)
     return kv_NKLD[:, :, :num_keys]
 
 
@@ -143,10 +143,6 @@ def _make_plan(
     batch: ForwardBatch, num_kv_heads: int, block_size: int, window: int | None
 ) -> _Plan:
     """In numpy, whose small operations cost less than torch's."""
-    blocks_T, offsets_T = np.divmod(batch.slots_T.numpy(), block_size)
-    heads_K = np.arange(num_kv_heads)
-    lines_TK = (blocks_T[:, None] * num_kv_heads + heads_K) * block_size + offsets_T[:, None]
-
     rows_N, kv_lens_N = batch.rows_N.numpy(), batch.kv_lens_N.numpy()
     table_RM, starts_N1 = batch.block_table_RM.numpy(), batch.query_starts_N1.numpy()
     groups = []
@@ -170,7 +166,7 @@ def _make_plan(
         prefills.append(
             _plan_prefill(start, end, blocks_M, kv_len, num_kv_heads, block_size, window)
         )
-    return _Plan(torch.from_numpy(lines_TK.ravel()), groups, prefills)
+    return _Plan(groups, prefills)
 
 
 def _lines(blocks_NM: Int64s, num_kv_heads: int) -> Tensor:
@@ -230,9 +226,9 @@ def _plan_prefill(
     window: int | None,
 ) -> _Prefill:
     num_queries = end - start
-    has_prefix = kv_len > num_queries
-    if not has_prefix and (window is None or window >= kv_len):
-        return _Prefill(start, end, None, kv_len, None)
+    if kv_len == num_queries and (window is None or window >= kv_len):
+        lines = _lines(blocks_M[None, : -(-kv_len // block_size)], num_kv_heads)
+        return _Prefill(start, end, lines, kv_len, None)
 
     first_position = kv_len - num_queries
     first_block = 0
@@ -243,8 +239,5 @@ def _plan_prefill(
     seen_QL = age_QL >= 0
     if window is not None:
         seen_QL &= age_QL < window
-    lines = None
-    if has_prefix:
-        blocks_M = blocks_M[first_block : -(-kv_len // block_size)]
-        lines = _lines(blocks_M[None], num_kv_heads)
+    lines = _lines(blocks_M[None, first_block : -(-kv_len // block_size)], num_kv_heads)
     return _Prefill(start, end, lines, kv_len - first_key, torch.from_numpy(seen_QL))

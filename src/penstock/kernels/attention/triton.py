@@ -6,29 +6,15 @@ Legend: T tokens in the step, H query heads, K kv heads, D head size, B blocks, 
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.triton_decode import decode
 from penstock.kernels.attention.triton_prefill import prefill
 from penstock.kernels.batch import ForwardBatch
-from penstock.kernels.kv_write.triton import kv_write_triton
 
 
 class TritonAttention:
     name = "triton"
     graph_safe = True
-
-    def run(
-        self,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        k_cache_BKSD: Tensor,
-        v_cache_BKSD: Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        kv_write_triton(k_TKD, v_TKD, k_cache_BKSD, v_cache_BKSD, batch.slots_T)
-        return self.attend(q_THD, k_cache_BKSD, v_cache_BKSD, batch, scale, window)
 
     def attend(
         self,
@@ -36,10 +22,8 @@ class TritonAttention:
         k_cache_BKSD: Tensor,
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
-        scale: float,
-        window: int | None,
+        params: AttentionParams,
     ) -> Tensor:
-        """The second half of `run`, for a caller that has filled the cache itself."""
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_decodes = batch.num_decodes
         if num_decodes:
@@ -51,8 +35,7 @@ class TritonAttention:
                 batch.kv_lens_N,
                 batch.block_table_RM,
                 out_THD[:num_decodes],
-                scale,
-                window,
+                params,
                 batch.max_kv_len,
             )
         if batch.num_entries > num_decodes:
@@ -65,8 +48,7 @@ class TritonAttention:
                 batch.kv_lens_N,
                 batch.block_table_RM,
                 out_THD,
-                scale,
-                window,
+                params,
                 num_decodes,
                 batch.max_query_len,
             )

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.attention.backend import AttentionParams
+
 _LOG2_E = 1.4426950408889634
 _NO_WINDOW = 1 << 30
 
@@ -68,8 +70,8 @@ def _attend(
         block = tl.load(table_ptr + keys // S, mask=inside, other=0).to(tl.int64)
         at = (block * stride_b + (keys % S) * D)[:, None] + cols
         mask = inside[:, None] & in_head
-        k = tl.load(k_ptr + at, mask=mask, other=0.0)
-        v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        k = tl.load(k_ptr + at, mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + at, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         seen = inside & (keys >= seen_from)
         scores = tl.where(seen[None, :], scores, -float("inf"))
@@ -85,7 +87,7 @@ def _attend(
 @triton.jit
 def _decode(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr, table_ptr,
-    scale_log2, window, stride_qn, stride_b, stride_table,
+    scale_log2, v_scale, window, stride_qn, stride_b, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr,
@@ -115,7 +117,7 @@ def _decode(
             q, k_ptr, v_ptr, table_ptr, first, kv_len, seen_from,
             scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE,
         )  # fmt: skip
-        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (entry * (K * G) + heads) * D + cols, out, mask=inside)
     else:
         span = _span(kv_len - first, SPLITS, MIN_SPAN, TILE)
@@ -127,7 +129,9 @@ def _decode(
                 scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE,
             )  # fmt: skip
             at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
-            tl.store(partial_ptr + at[:, None] * D + cols, acc / total[:, None], mask=inside)
+            tl.store(
+                partial_ptr + at[:, None] * D + cols, acc / total[:, None] * v_scale, mask=inside
+            )
             tl.store(lse_ptr + at, m + tl.log2(total), mask=g < G)
 
 
@@ -165,8 +169,7 @@ def decode(
     kv_lens_N: Tensor,
     block_table_RM: Tensor,
     out_NHD: Tensor,
-    scale: float,
-    window: int | None,
+    params: AttentionParams,
     max_kv_len: int,
     config: DecodeConfig | None = None,
 ) -> None:
@@ -185,7 +188,7 @@ def decode(
         triton.cdiv(max_kv_len, c.min_span),
         max(1, c.programs // (num_entries * num_kv_heads)),
     )
-    window = _NO_WINDOW if window is None else window
+    window = _NO_WINDOW if params.window is None else params.window
     block_d = triton.next_power_of_2(head_size)
     partial, lse = out_NHD, out_NHD  # not touched by a single program
     if programs > 1:
@@ -194,7 +197,8 @@ def decode(
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
     _decode[(programs, num_kv_heads, num_entries)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, out_NHD, partial, lse, rows_N, kv_lens_N, block_table_RM,
-        scale * _LOG2_E, window, q_NHD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
+        params.scale * _LOG2_E, params.v_scale, window,
+        q_NHD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=num_heads // num_kv_heads, D=head_size, S=block_size,
         BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_D=block_d,
         TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, DIRECT=programs == 1,

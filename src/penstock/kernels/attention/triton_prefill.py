@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.attention.backend import AttentionParams
+
 _LOG2_E = 1.4426950408889634
 
 
@@ -57,11 +59,11 @@ def _attend(
         at = (block * stride_b + (keys % S) * D)[:, None] + cols
         if MASKED or BLOCK_D != D:
             mask = (keys < kv_len)[:, None] & (cols < D)
-            k = tl.load(k_ptr + at, mask=mask, other=0.0)
-            v = tl.load(v_ptr + at, mask=mask, other=0.0)
+            k = tl.load(k_ptr + at, mask=mask, other=0.0).to(q.dtype)
+            v = tl.load(v_ptr + at, mask=mask, other=0.0).to(q.dtype)
         else:
-            k = tl.load(k_ptr + at)
-            v = tl.load(v_ptr + at)
+            k = tl.load(k_ptr + at).to(q.dtype)
+            v = tl.load(v_ptr + at).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
             age = positions[:, None] - keys[None, :]
@@ -82,7 +84,7 @@ def _attend(
 @triton.jit(do_not_specialize=["first_entry"])
 def _prefill(
     q_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, first_entry,
-    scale_log2, window, stride_qt, stride_b, stride_table,
+    scale_log2, v_scale, window, stride_qt, stride_b, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +133,7 @@ def _prefill(
         q, m, total, acc, positions, k_ptr, v_ptr, table_ptr, masked_from, end_key, kv_len,
         scale_log2, window, stride_b, S, D, BLOCK_D, TILE, True, HAS_WINDOW,
     )  # fmt: skip
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (tokens * (K * G) + heads)[:, None] * D + cols, out, mask=inside)
 
 
@@ -144,8 +146,7 @@ def prefill(
     kv_lens_N: Tensor,
     block_table_RM: Tensor,
     out_THD: Tensor,
-    scale: float,
-    window: int | None,
+    params: AttentionParams,
     first_entry: int,
     max_query_len: int,
     config: PrefillConfig | None = None,
@@ -160,9 +161,9 @@ def prefill(
     grid = (triton.cdiv(max_query_len * group, c.rows), num_kv_heads, len(rows_N) - first_entry)
     _prefill[grid](
         q_THD, k_cache_BKSD, v_cache_BKSD, out_THD, rows_N, query_starts_N1, kv_lens_N,
-        block_table_RM, first_entry, scale * _LOG2_E, 0 if window is None else window,
+        block_table_RM, first_entry, params.scale * _LOG2_E, params.v_scale, params.window or 0,
         q_THD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size,
         BLOCK_D=triton.next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
-        HAS_WINDOW=window is not None, num_warps=c.num_warps, num_stages=c.num_stages,
+        HAS_WINDOW=params.window is not None, num_warps=c.num_warps, num_stages=c.num_stages,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Rotary position embedding: `rope`, and `rope_kv_write` that also fills the cache."""
+"""What happens to queries, keys and values before attention: `rope_kv_write`."""
 
-from penstock.kernels.rope.reference import rope, rope_kv_write
+from penstock.kernels.rope.reference import rope_kv_write, rotate
 
-__all__ = ["rope", "rope_kv_write"]
+__all__ = ["rope_kv_write", "rotate"]

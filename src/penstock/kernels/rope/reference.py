@@ -1,16 +1,23 @@
-"""The meaning of rotary position embedding.
+"""The meaning of rotary position embedding and of the paged cache write.
 
-Legend: T tokens, H query heads, K kv heads, N heads, D head size, C = D / 2, P positions.
+Legend: T tokens, H query heads, K kv heads, N heads, D head size, P positions, R rotated channels,
+B blocks, S tokens per block.
 """
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.kv_write import kv_write
+from penstock.kernels.norm import rms_norm
 from penstock.kernels.op import cpu, op
 
 
-def _rotate(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x_TND: Tensor, cos_sin_PR: Tensor, positions_T: Tensor) -> Tensor:
+    """Rotate the first R channels of every head by its token's angles, in fp32; a new tensor.
+
+    Row p of the float32 table holds the cosines of position p, then the sines. Channel i is
+    rotated together with channel i + R / 2; channels from R on pass through.
+    """
+    cos, sin = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
     half = cos.shape[-1]
     first, second, rest = x_TND.split((half, half, x_TND.shape[-1] - 2 * half), dim=-1)
     first, second = first.float(), second.float()
@@ -18,52 +25,92 @@ def _rotate(x_TND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([part.to(x_TND.dtype) for part in rotated] + [rest], dim=-1)
 
 
-@op(gpu_module="penstock.kernels.rope.triton")
-def rope(
-    q_THD: Tensor, k_TKD: Tensor, cos_sin_PD: Tensor, positions_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rotate the first `rot` channels of every head by its token's angles, in fp32; new tensors.
-
-    Row p of the float32 table [P, rot] holds the cosines of position p, then the sines. Channel i
-    is rotated together with channel i + rot / 2; channels from `rot` on pass through.
-    """
-    cos, sin = cos_sin_PD[positions_T].unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(q_THD, cos, sin), _rotate(k_TKD, cos, sin)
+def stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale in the cache's dtype; what an 8-bit float cannot hold becomes its largest."""
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
-@rope.impl(
-    "torch",
-    needs=cpu(),
-    fits=lambda q_THD, k_TKD, cos_sin_PD, positions_T: (
-        q_THD.dtype == torch.float32 and cos_sin_PD.shape[1] == q_THD.shape[2]
-    ),
-)
-def rope_torch(
-    q_THD: Tensor, k_TKD: Tensor, cos_sin_PD: Tensor, positions_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys side by side in five calls; for a few tokens the calls are the cost."""
-    num_tokens, num_heads, size = q_THD.shape
-    cos_T1C, sin_T1C = cos_sin_PD[positions_T].view(num_tokens, 2, 1, size // 2).unbind(1)
-    x_TN2C = torch.cat((q_THD, k_TKD), dim=1).view(num_tokens, -1, 2, size // 2)
-    out_TN2C = x_TN2C * cos_T1C.unsqueeze(1)
-    out_TN2C[:, :, 0].addcmul_(x_TN2C[:, :, 1], sin_T1C, value=-1)
-    out_TN2C[:, :, 1].addcmul_(x_TN2C[:, :, 0], sin_T1C)
-    q_out, k_out = out_TN2C.flatten(2).split((num_heads, k_TKD.shape[1]), dim=1)
-    return q_out, k_out
+def write(x_TKD: Tensor, cache_BKSD: Tensor, slots_T: Tensor, scale: float) -> None:
+    """cache[slot // S, :, slot % S] = what is stored of token t, for slot = slots_T[t]."""
+    block_size = cache_BKSD.shape[2]
+    values_TKD = stored(x_TKD, scale, cache_BKSD.dtype)
+    if cache_BKSD.dtype.itemsize == 1:  # indexed writes know no 8-bit floats
+        values_TKD, cache_BKSD = values_TKD.view(torch.uint8), cache_BKSD.view(torch.uint8)
+    cache_BKSD[slots_T // block_size, :, slots_T % block_size] = values_TKD
 
 
 @op(gpu_module="penstock.kernels.rope.triton")
 def rope_kv_write(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    cos_sin_PD: Tensor,
+    qkv_TND: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    cos_sin_PR: Tensor,
     positions_T: Tensor,
     k_cache_BKSD: Tensor,
     v_cache_BKSD: Tensor,
     slots_T: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
-    """`rope`, then `kv_write` of the rotated keys and the values; returns the rotated queries."""
-    q_THD, k_TKD = rope(q_THD, k_TKD, cos_sin_PD, positions_T)
-    kv_write(k_TKD, v_TKD, k_cache_BKSD, v_cache_BKSD, slots_T)
+    """From a fused projection to queries ready for attention and a cache that knows the tokens.
+
+    Of the N = H + 2 K heads the first H are the queries, the next K the keys, the last the values.
+    With weights, query and key heads are normed first. Queries and keys are rotated; keys and
+    values are written to the cache, divided by their scale if it holds 8-bit floats. Returns q_THD.
+    """
+    num_kv_heads = k_cache_BKSD.shape[1]
+    num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
+    q_THD, k_TKD, v_TKD = qkv_TND.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_weight_D is not None:
+        q_THD = rms_norm.reference(q_THD, q_weight_D, eps)
+    if k_weight_D is not None:
+        k_TKD = rms_norm.reference(k_TKD, k_weight_D, eps)
+    write(rotate(k_TKD, cos_sin_PR, positions_T), k_cache_BKSD, slots_T, k_scale)
+    write(v_TKD, v_cache_BKSD, slots_T, v_scale)
+    return rotate(q_THD, cos_sin_PR, positions_T)
+
+
+@rope_kv_write.impl(
+    "torch",
+    needs=cpu(),
+    fits=lambda qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slots, *scales: (
+        qkv.dtype == k_cache.dtype == torch.float32 and table.shape[1] == qkv.shape[2]
+    ),
+)
+def rope_kv_write_torch(
+    qkv_TND: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    cos_sin_PR: Tensor,
+    positions_T: Tensor,
+    k_cache_BKSD: Tensor,
+    v_cache_BKSD: Tensor,
+    slots_T: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """Queries and keys side by side; for a few tokens the number of calls is the cost."""
+    num_tokens, _, size = qkv_TND.shape
+    num_kv_heads = k_cache_BKSD.shape[1]
+    num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
+    x_TND, v_TKD = qkv_TND.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    if q_weight_D is not None and k_weight_D is not None:
+        q_THD, k_TKD = x_TND.split((num_heads, num_kv_heads), dim=1)
+        x_TND = torch.cat(
+            (rms_norm(q_THD, q_weight_D, eps), rms_norm(k_TKD, k_weight_D, eps)), dim=1
+        )
+    cos_T1C, sin_T1C = cos_sin_PR[positions_T].view(num_tokens, 2, 1, size // 2).unbind(1)
+    x_TN2C = x_TND.unflatten(2, (2, size // 2))
+    out_TN2C = x_TN2C * cos_T1C.unsqueeze(1)
+    out_TN2C[:, :, 0].addcmul_(x_TN2C[:, :, 1], sin_T1C, value=-1)
+    out_TN2C[:, :, 1].addcmul_(x_TN2C[:, :, 0], sin_T1C)
+    q_THD, k_TKD = out_TN2C.flatten(2).split((num_heads, num_kv_heads), dim=1)
+    blocks_T, offsets_T = slots_T // k_cache_BKSD.shape[2], slots_T % k_cache_BKSD.shape[2]
+    k_cache_BKSD[blocks_T, :, offsets_T] = k_TKD
+    v_cache_BKSD[blocks_T, :, offsets_T] = v_TKD
     return q_THD

@@ -1,0 +1,42 @@
+"""Ops written in C for the CPU: compiled on first use, kept in the cache folder, called by ctypes.
+
+An implementation says `needs=native()` (`kernels/op.py`); where the sources cannot be compiled,
+`library()` is None and the ops run as torch does them. The C files follow the compiler's vector
+extensions, so one source serves AVX-512, AVX2 and NEON.
+"""
+
+import ctypes
+import functools
+
+from penstock import log
+from penstock.kernels.native.build import BuildError, build
+
+_log = log.get(__name__)
+
+# The C functions and their arguments: p pointer (0 is NULL), i int64, f float. All return nothing.
+_FUNCTIONS = {
+    "packed_linear": "pii pp pi iiii",
+    "packed_rows": "pi p pi iiii",
+    "rms_norm": "pii p pp iif",
+    "silu_mul": "pi p ii",
+    "rope_kv_write": "pipp f p pp ppp iiiiiii",
+    "decode_attention": "pi pp ppp p iiiiiii f",
+    "decode_inputs": "pppp pppp iii",
+    "argmax": "pi p ii",
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The functions above; None where they cannot be had, which is said once in the log."""
+    try:
+        loaded = ctypes.CDLL(str(build()))
+        for name, letters in _FUNCTIONS.items():
+            function = getattr(loaded, name)
+            function.argtypes = [_TYPES[letter] for letter in letters.replace(" ", "")]
+            function.restype = None
+    except (BuildError, OSError, AttributeError) as error:
+        _log.warning("no native ops, torch's own are slower: %s", error)
+        return None
+    return loaded
