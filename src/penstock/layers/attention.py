@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.formats import Activation, InputFormat
 from penstock.kernels.rope import rope_kv_write
 from penstock.layers.build import Build
+from penstock.layers.handover import converted
 from penstock.layers.linear import QKVLinear, RowLinear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rope import Rope
@@ -63,7 +65,10 @@ class Attention(nn.Module):
     def bind_cache(self, k_cache_BKSD: Tensor, v_cache_BKSD: Tensor) -> None:
         self.k_cache_BKSD, self.v_cache_BKSD = k_cache_BKSD, v_cache_BKSD
 
-    def forward(self, x_TC: Tensor, batch: ForwardBatch) -> Tensor:
+    def input_format(self, num_tokens: int) -> InputFormat:
+        return self.qkv_proj.input_format(num_tokens)
+
+    def forward(self, x_TC: Activation, batch: ForwardBatch) -> Tensor:
         assert self.k_cache_BKSD is not None and self.v_cache_BKSD is not None, "cache not bound"
         q_THD = rope_kv_write(
             self.qkv_proj(x_TC, batch).view(batch.num_tokens, -1, self.head_size),
@@ -79,4 +84,5 @@ class Attention(nn.Module):
         out_THD = self.backend.attend(
             q_THD, self.k_cache_BKSD, self.v_cache_BKSD, batch, self.params
         )
-        return self.o_proj(out_THD.flatten(1), batch)
+        wanted = self.o_proj.input_format(batch.num_tokens)
+        return self.o_proj(converted(out_THD.flatten(1), wanted), batch)

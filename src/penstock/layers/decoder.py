@@ -14,6 +14,7 @@ from penstock.layers.attention import Attention
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
+from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import ResidualNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec
@@ -22,7 +23,7 @@ from penstock.weights.mapping import Rules
 
 class DecoderBlock(nn.Module):
     def __init__(
-        self, spec: ModelSpec, build: Build, *, attention: Attention, mlp: nn.Module
+        self, spec: ModelSpec, build: Build, *, attention: Attention, mlp: GatedMLP
     ) -> None:
         super().__init__()
         self.input_norm = ResidualNorm(spec.hidden_size, spec.norm_eps, build)
@@ -33,9 +34,11 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.input_norm(x_TD, residual_TD)
+        wanted = self.attention.input_format(batch.num_tokens)
+        x_TD, residual_TD = self.input_norm(x_TD, residual_TD, wanted)
         x_TD = self.attention(x_TD, batch)
-        x_TD, residual_TD = self.post_norm(x_TD, residual_TD)
+        wanted = self.mlp.input_format(batch.num_tokens)
+        x_TD, residual_TD = self.post_norm(x_TD, residual_TD, wanted)
         return self.mlp(x_TD, batch), residual_TD
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.formats import Activation, InputFormat
 from penstock.layers.build import Build
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.shard import Share, Span, split, split_heads, stack_shares, whole
 from penstock.quant.scheme import LinearShape
 
-PostOp = Callable[[Tensor, Tensor, ForwardBatch], Tensor]
+PostOp = Callable[[Activation, Tensor, ForwardBatch], Tensor]
 
 
 class Linear(nn.Module):
@@ -34,10 +35,14 @@ class Linear(nn.Module):
         """After loading: the parameters are now the scheme's own and no checkpoint fits them."""
         self.scheme.finish(self)
 
-    def forward(self, x_TI: Tensor, batch: ForwardBatch) -> Tensor:
+    def input_format(self, num_tokens: int) -> InputFormat:
+        """The form in which this layer wants its input."""
+        return self.scheme.input_format(self, num_tokens)
+
+    def forward(self, x_TI: Activation, batch: ForwardBatch) -> Tensor:
         return self._multiply(x_TI, batch, add_bias=True)
 
-    def _multiply(self, x_TI: Tensor, batch: ForwardBatch, add_bias: bool) -> Tensor:
+    def _multiply(self, x_TI: Activation, batch: ForwardBatch, add_bias: bool) -> Tensor:
         y_TO = self.scheme.apply(self, x_TI, add_bias)
         return y_TO if self.post_op is None else self.post_op(x_TI, y_TO, batch)
 
@@ -95,7 +100,7 @@ class RowLinear(Linear):
         super().__init__((whole(out_size),), inputs, bias=bias, build=build)
         self.ranks = ranks
 
-    def forward(self, x_TI: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, x_TI: Activation, batch: ForwardBatch) -> Tensor:
         # The bias enters the sum once.
         y_TO = self._multiply(x_TI, batch, add_bias=self.ranks.rank == 0)
         return all_reduce(y_TO, self.ranks)

@@ -4,9 +4,10 @@
 
 from torch import Tensor, nn
 
-from penstock.kernels.activation import silu_mul
 from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.formats import Activation, InputFormat
 from penstock.layers.build import Build
+from penstock.layers.handover import gated
 from penstock.layers.linear import ColumnLinear, RowLinear
 
 
@@ -18,5 +19,9 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowLinear(inner_size, hidden_size, role="mlp", bias=bias, build=build)
 
-    def forward(self, x_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x_TD, batch)), batch)
+    def input_format(self, num_tokens: int) -> InputFormat:
+        return self.gate_up_proj.input_format(num_tokens)
+
+    def forward(self, x_TD: Activation, batch: ForwardBatch) -> Tensor:
+        wanted = self.down_proj.input_format(batch.num_tokens)
+        return self.down_proj(gated(self.gate_up_proj(x_TD, batch), wanted), batch)

@@ -4,8 +4,10 @@
 
 from torch import Tensor, nn
 
-from penstock.kernels.norm import add_rms_norm, rms_norm
+from penstock.kernels.formats import PLAIN, Activation, InputFormat
+from penstock.kernels.norm import rms_norm
 from penstock.layers.build import Build
+from penstock.layers.handover import normed
 from penstock.parallel.parameter import new_parameter
 
 
@@ -20,11 +22,12 @@ class RMSNorm(nn.Module):
 
 
 class ResidualNorm(RMSNorm):
-    """Adds a block's output to the residual stream and normalises the sum; returns both."""
+    """Adds a block's output to the residual stream and normalises the sum; returns both.
+
+    The normalised one comes in the form that the layer behind it wants.
+    """
 
     def forward(  # type: ignore[override]
-        self, x_TD: Tensor, residual_TD: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if residual_TD is None:  # the first norm of the model: the stream starts here
-            return rms_norm(x_TD, self.weight, self.eps), x_TD
-        return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+        self, x_TD: Tensor, residual_TD: Tensor | None, wanted: InputFormat = PLAIN
+    ) -> tuple[Activation, Tensor]:
+        return normed(x_TD, residual_TD, self.weight, self.eps, wanted)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.gemm import linear, packed
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Piece
@@ -36,5 +37,9 @@ class Unquantized:
         del layer.weight
         layer.weight = packed(weight)
 
-    def apply(self, layer: Any, x_TI: Tensor, add_bias: bool) -> Tensor:
+    def input_format(self, layer: Any, num_tokens: int) -> InputFormat:
+        return PLAIN
+
+    def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
+        assert isinstance(x_TI, Tensor)
         return linear(x_TI, layer.weight, layer.bias if add_bias else None)

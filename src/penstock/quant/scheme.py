@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.kernels.formats import Activation, InputFormat
 from penstock.parallel.shard import Share
 
 
@@ -41,6 +42,10 @@ class LinearScheme(Protocol):
         """The parameters are filled: bring them into the form that `apply` multiplies with."""
         ...
 
-    def apply(self, layer: Any, x_TI: Tensor, add_bias: bool) -> Tensor:
+    def input_format(self, layer: Any, num_tokens: int) -> InputFormat:
+        """The form in which `apply` wants this many tokens."""
+        ...
+
+    def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
         """x times the matrix of a layer that `create` saw, plus its bias if `add_bias`."""
         ...
