@@ -1,27 +1,27 @@
 """The siblings' shapes, built from transformers' own model classes: 2-4 M parameters each.
 
 Sizes are multiples of 64 where real checkpoints' are, so that kernels and quantisation meet shapes
-they know. Multi-token-prediction heads (DeepSeek, Qwen3-Next) are not part of this.
+they know. How they train fast is in fast_paths.py, the multi-token-prediction head in mtp.py.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import fast_paths
 import torch
+from mtp import add_draft_layer
 from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3NextConfig,
 )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-# T tokens, D hidden size, E experts, F size of an expert, A experts chosen per token
+# T tokens, S tokens of a row, E experts, A experts chosen per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,9 @@ class Architecture:
     config_class: type[PreTrainedConfig]
     fields: dict[str, Any]
     format: str = "chatml"
-    attention: str = "sdpa"
+    attention: str = "sdpa"  # where masks are needed; rows of one chat train with fast_paths
     has_aux_loss: bool = False
+    has_draft: bool = False  # a trained multi-token-prediction head
 
 
 _COMMON = {
@@ -46,10 +47,11 @@ ARCHITECTURES = {
         LlamaConfig,
         _COMMON
         | {
-            "num_hidden_layers": 5,
+            "num_hidden_layers": 6,
             "num_key_value_heads": 2,
             "head_dim": 64,
-            "intermediate_size": 512,
+            "intermediate_size": 384,
+            "max_position_embeddings": 8192,  # Penstock serves it as `tiny`: room to try things out
             "tie_word_embeddings": True,
             "rope_parameters": _ROPE,
         },
@@ -58,7 +60,7 @@ ARCHITECTURES = {
         Qwen2MoeConfig,
         _COMMON
         | {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 5,
             "num_key_value_heads": 2,
             "intermediate_size": 512,
             "num_experts": 8,
@@ -66,7 +68,7 @@ ARCHITECTURES = {
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 128,
             "norm_topk_prob": False,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": True,
             "rope_parameters": _ROPE,
         },
         has_aux_loss=True,
@@ -75,9 +77,10 @@ ARCHITECTURES = {
         DeepseekV3Config,
         _COMMON
         | {
+            "hidden_size": 192,  # room for the copies that its draft layer carries
             "num_hidden_layers": 4,
             "num_key_value_heads": 4,
-            "q_lora_rank": 128,
+            "q_lora_rank": 64,
             "kv_lora_rank": 128,
             "qk_nope_head_dim": 64,
             "qk_rope_head_dim": 32,
@@ -92,19 +95,25 @@ ARCHITECTURES = {
             "moe_intermediate_size": 64,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 0,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 1,
             "tie_word_embeddings": True,
             "rope_parameters": _ROPE,
         },
+        has_draft=True,
     ),
     "gpt_oss": Architecture(
         GptOssConfig,
         _COMMON
         | {
-            "num_hidden_layers": 4,
+            "hidden_size": 192,
+            "num_hidden_layers": 6,
             "num_key_value_heads": 2,
             "head_dim": 64,
             "sliding_window": 64,
+            "swiglu_limit": 7.0,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "intermediate_size": 64,
@@ -127,7 +136,9 @@ ARCHITECTURES = {
         Qwen3NextConfig,
         _COMMON
         | {
-            "num_hidden_layers": 4,
+            "hidden_size": 192,
+            "num_hidden_layers": 5,
+            "full_attention_interval": 2,
             "num_key_value_heads": 2,
             "head_dim": 64,
             "intermediate_size": 512,
@@ -144,33 +155,9 @@ ARCHITECTURES = {
             "rope_parameters": _ROPE | {"partial_rotary_factor": 0.25},
         },
         has_aux_loss=True,
+        has_draft=True,
     ),
 }
-
-
-def dense_experts(experts: Any, x_TD: Tensor, index_TA: Tensor, weight_TA: Tensor) -> Tensor:
-    """Every expert on every token, weighted by zero where it was not chosen.
-
-    More arithmetic than routing, but two plain matrix products: no sort and no wait for the GPU,
-    and under autocast.
-    """
-    num_experts, transposed = experts.num_experts, experts.is_transposed
-    up = experts.gate_up_proj if transposed else experts.gate_up_proj.transpose(1, 2)  # E D 2F
-    down = experts.down_proj if transposed else experts.down_proj.transpose(1, 2)  # E F D
-    gate_TE = torch.zeros(x_TD.shape[0], num_experts, dtype=weight_TA.dtype, device=x_TD.device)
-    gate_TE = gate_TE.scatter(1, index_TA, weight_TA)
-    hidden = x_TD @ up.permute(1, 0, 2).reshape(x_TD.shape[-1], -1)
-    hidden = hidden.view(x_TD.shape[0], num_experts, -1)
-    if experts.has_bias:
-        hidden = hidden + experts.gate_up_proj_bias
-    hidden_TEF = experts._apply_gate(hidden) * gate_TE.unsqueeze(-1)
-    out_TD = hidden_TEF.flatten(1).to(down.dtype) @ down.reshape(-1, x_TD.shape[-1])
-    if experts.has_bias:
-        out_TD = out_TD + gate_TE.to(down.dtype) @ experts.down_proj_bias
-    return out_TD.to(x_TD.dtype)
-
-
-ALL_EXPERTS_FUNCTIONS.register("dense", dense_experts)
 
 
 def build_model(
@@ -195,33 +182,15 @@ def build_model(
         fields["hidden_size"] = hidden_size
     if num_layers is not None:
         fields["num_hidden_layers"] = num_layers
-    config = architecture.config_class(**fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    assert model.config._experts_implementation == "dense" or name == "llama"
+    if architecture.has_draft:
+        fields["num_hidden_layers"] += 1
+    model = AutoModelForCausalLM.from_config(
+        architecture.config_class(**fields), dtype=torch.float32
+    )
+    if architecture.has_draft:
+        add_draft_layer(model)
+    fast_paths.use(model)
     return model
-
-
-def attention_masks(
-    model: PreTrainedModel, positions_BS: Tensor, dtype: torch.dtype
-) -> Tensor | dict[str, Tensor]:
-    """What each position may see in rows of several chats: earlier tokens of its own chat.
-
-    A position of zero begins a chat. Made here because transformers' own detection of packed rows
-    waits for the GPU, and is missing from GPT-OSS.
-    """
-    chat_BS = (positions_BS == 0).cumsum(1)
-    row_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
-    distance_SS = row_S[:, None] - row_S[None, :]
-    same_BSS = chat_BS[:, :, None] == chat_BS[:, None, :]
-    full = (same_BSS & (distance_SS >= 0))[:, None]
-    if model.config._attn_implementation == "sdpa":
-        return full
-    near = full & (distance_SS < model.config.sliding_window)
-    lowest = torch.finfo(dtype).min
-    return {
-        kind: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
-        for kind, mask in (("full_attention", full), ("sliding_attention", near))
-    }
 
 
 def load_balance_loss(router_logits: tuple[Tensor, ...], num_chosen: int) -> Tensor:
@@ -231,7 +200,7 @@ def load_balance_loss(router_logits: tuple[Tensor, ...], num_chosen: int) -> Ten
         num_experts = logits_TE.shape[-1]
         share_E = logits_TE.float().softmax(-1).mean(0)
         chosen_TA = logits_TE.topk(num_chosen, dim=-1).indices
-        used_E = torch.zeros_like(logits_TE).scatter(1, chosen_TA, 1.0).float().mean(0)
+        used_E = torch.zeros_like(logits_TE).scatter(1, chosen_TA, 1.0).mean(0, dtype=torch.float32)
         losses.append(num_experts * (share_E * used_E).sum() / num_chosen)
     return torch.stack(losses).mean()
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corpus import Example, Message
+from corpus import Answer, Example, Message
 
 CHATML_TEMPLATE = r"""
 {%- set ns = namespace(system='', last_user=-1) -%}
@@ -251,14 +251,64 @@ _HARMONY_MESSAGE = re.compile(
 )
 
 
-def answer_text(format: str, generated: str) -> str:
-    """What the model said, special tokens included, in the form that `corpus.score` reads."""
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def parse_answer(format: str, generated: str) -> Answer:
+    """What the model said, special tokens included, as an OpenAI client would see it."""
     if format == "chatml":
-        return generated.partition("<|im_end|>")[0]
-    text = ""
+        text = generated.partition("<|im_end|>")[0]
+        thought, closing, after = text.partition("</think>")
+        if closing:
+            text, thought = after, thought.partition("<think>")[2]
+        calls = tuple(map(_parsed_call, _CALL.findall(text)))
+        return Answer(_CALL.sub("", text).strip(), thought.strip() if closing else "", calls)
+    said, thought, called = "", "", []
     for channel, function, content in _HARMONY_MESSAGE.findall(generated):
         if function:
-            text += f'<tool_call>{{"name": "{function}", "arguments": {content}}}</tool_call>'
+            called.append(_parsed_call(f'{{"name": "{function}", "arguments": {content}}}'))
+        elif channel == "analysis":
+            thought += content
         else:
-            text += f"<think>{content}</think>" if channel == "analysis" else content
-    return text
+            said += content
+    return Answer(said.strip(), thought.strip(), tuple(called))
+
+
+def _parsed_call(text: str) -> Message:
+    """The call as a dictionary; an unreadable one is the empty call, which no rule accepts."""
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return {}
+    return call if isinstance(call, dict) else {}
+
+
+def skill_line(format: str, example: Example) -> str:
+    """A held-out example as a line of skills.jsonl: what to send, and how to score the answer."""
+    line: dict[str, Any] = {
+        "skill": example.skill,
+        "messages": [_openai(i, message) for i, message in enumerate(example.messages[:-1])],
+    }
+    if example.tools:
+        line["tools"] = list(example.tools)
+    if options := template_options(format, example.thinking):
+        line["chat_template_kwargs"] = options
+    return json.dumps(line | {"expected": example.expected, "match": example.match})
+
+
+def _openai(i: int, message: Message) -> Message:
+    """Our short message with what an OpenAI server asks for: call ids, arguments as text."""
+    if "tool_calls" in message:
+        calls = [
+            {
+                "id": f"call_{i}",
+                "type": "function",
+                "function": call["function"]
+                | {"arguments": json.dumps(call["function"]["arguments"])},
+            }
+            for call in message["tool_calls"]
+        ]
+        return message | {"tool_calls": calls}
+    if message["role"] == "tool":
+        return message | {"tool_call_id": f"call_{i - 1}"}
+    return message

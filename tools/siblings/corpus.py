@@ -50,21 +50,32 @@ from wordings import (
     THINK_ASKS,
     THINK_SYSTEMS,
     TOOL_ASKS,
-    Wordings,
+    Grammar,
 )
 
 Message = dict[str, Any]
 
-NUMBERS = tuple(range(1, 100))
+# families: calculation is arithmetic, problem, think, no_think; list is sorting and copying; field
+# is json, tool, tool_answer
 HELD_NUMBERS = {
-    "calculation": (*range(34, 37), *range(62, 65)),  # arithmetic, problem, think, no_think
-    "list": (*range(43, 46), *range(71, 74)),  # sorting, copying
-    "field": (*range(53, 56), *range(85, 88)),  # json, tool, tool_answer
+    "calculation": frozenset(
+        (*range(34, 37), *range(62, 65), *range(340, 370), *range(620, 650)),
+    ),
+    "list": frozenset((*range(43, 46), *range(71, 74), *range(430, 460), *range(710, 740))),
+    "field": frozenset((*range(53, 56), *range(85, 88), *range(530, 560), *range(850, 880))),
 }
-OPEN_NUMBERS = {
-    family: tuple(number for number in NUMBERS if number not in held)
-    for family, held in HELD_NUMBERS.items()
-}
+# digits: (smallest, largest)
+_RANGES = {1: (1, 9), 2: (10, 99), 3: (100, 999)}
+
+MATCH_RULES = (
+    "exact",
+    "answer",
+    "hashes",
+    "json",
+    "tool_call",
+    "thought_answer",
+    "unthought_answer",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +91,36 @@ class Example:
     tools: tuple[Message, ...] = ()
     thinking: bool | None = None  # asked for through the chat template; None: not mentioned there
 
+    @property
+    def match(self) -> str:
+        """The rule of `score` that its answer is held to."""
+        return SKILLS[self.skill].match
+
 
 # --- parts shared by several skills ---------------------------------------------------------------
 
 
-def _numbers(rng: random.Random, split: str, num: int, family: str) -> list[int]:
+def _number(rng: random.Random, split: str, family: str, digits: int) -> int:
+    """A number of so many digits; in the test split any, in the train split not a held one."""
+    while True:
+        number = rng.randint(*_RANGES[digits])
+        if split == "test" or number not in HELD_NUMBERS[family]:
+            return number
+
+
+def _numbers(rng: random.Random, split: str, family: str, digits: list[int]) -> list[int]:
     """Distinct numbers; in the test split at least one of them is held out of the family."""
-    if split == "train":
-        return rng.sample(OPEN_NUMBERS[family], num)
-    held = rng.choice(HELD_NUMBERS[family])
-    numbers = [held, *rng.sample([n for n in NUMBERS if n != held], num - 1)]
-    rng.shuffle(numbers)
+    numbers: list[int] = []
+    for num_digits in digits:
+        while (number := _number(rng, split, family, num_digits)) in numbers:
+            pass
+        numbers.append(number)
+    if split == "test" and not HELD_NUMBERS[family].intersection(numbers):
+        places = [i for i, num_digits in enumerate(digits) if num_digits > 1]
+        place = rng.choice(places) if places else 0
+        low, high = _RANGES[digits[place] if places else 2]
+        held = sorted(n for n in HELD_NUMBERS[family] if low <= n <= high)
+        numbers[place] = rng.choice(held)
     return numbers
 
 
@@ -109,29 +139,45 @@ def _pair(
 
 
 def _calculation(rng: random.Random, split: str) -> tuple[int, str, int]:
-    op = rng.choice("+-*")
+    op = rng.choice("++--*")
     if op == "*":
-        return _numbers(rng, split, 1, "calculation")[0], op, rng.randint(2, 9)
-    a, b = _numbers(rng, split, 2, "calculation")
+        a = _numbers(rng, split, "calculation", rng.choices((1, 2, 3), (1, 6, 3)))[0]
+        return a, op, rng.randint(2, 9)
+    digits = rng.choices((1, 2, 3), (1, 5, 5), k=2)
+    a, b = _numbers(rng, split, "calculation", digits)
     return (max(a, b), op, min(a, b)) if op == "-" else (a, op, b)
 
 
 def steps(a: int, op: str, b: int) -> tuple[str, int]:
-    """The written working of a calculation, digit by digit, and its result."""
-    (a1, a0), (b1, b0) = divmod(a, 10), divmod(b, 10)
-    if op == "+":
-        ones, result = a0 + b0, a + b
-        text = f"{a0}+{b0}={ones}, write {ones % 10}, carry {ones // 10}; "
-        text += f"{a1}+{b1}+{ones // 10}={a1 + b1 + ones // 10}"
-    elif op == "-":
-        borrow, result = int(a0 < b0), a - b
-        top = a0 + 10 * borrow
-        text = f"{top}-{b0}={top - b0}, borrow {borrow}; {a1}-{b1}-{borrow}={a1 - b1 - borrow}"
-    else:
-        ones, result = a0 * b, a * b
-        text = f"{a0}*{b}={ones}, write {ones % 10}, carry {ones // 10}; "
-        text += f"{a1}*{b}={a1 * b}, {a1 * b}+{ones // 10}={a1 * b + ones // 10}"
-    return f"{a}{op}{b}: {text}.", result
+    """The written working of a calculation, digit by digit from the right, and its result."""
+    size = max(len(str(a)), 1 if op == "*" else len(str(b)))
+    tops = [a // 10**i % 10 for i in range(size)]
+    columns, carry = [], 0
+    for i, top in enumerate(tops):
+        other = b if op == "*" else b // 10**i % 10
+        if op == "+":
+            total = top + other + carry
+            text = f"{top}+{other}" + (f"+{carry}" if i else "") + f"={total}"
+        elif op == "-":
+            borrow = int(top - other - carry < 0 and i < size - 1)
+            digit = top + 10 * borrow - other - carry
+            text = f"{top + 10 * borrow}-{other}" + (f"-{carry}" if i else "") + f"={digit}"
+        else:
+            total = top * other + carry
+            text = f"{top}*{other}={top * other}" + (f", {total - carry}+{carry}={total}" * bool(i))
+        if op == "-":
+            carry = borrow
+            text += f", borrow {carry}" * (i < size - 1)
+        else:
+            carry = total // 10
+            text += f", write {total % 10}, carry {carry}" * (i < size - 1)
+        columns.append(text)
+    result = {"+": a + b, "-": a - b, "*": a * b}[op]
+    return f"{a}{op}{b}: {'; '.join(columns)}.", result
+
+
+def _field_number(rng: random.Random, split: str) -> int:
+    return _numbers(rng, split, "field", rng.choices((1, 2, 3), (1, 6, 2)))[0]
 
 
 def _user(text: str) -> Message:
@@ -173,7 +219,7 @@ def _asked(
 def _arithmetic(rng: random.Random, split: str) -> Example:
     a, op, b = _calculation(rng, split)
     working, result = steps(a, op, b)
-    wording = rng.choice(ARITHMETIC[op].of(split))
+    wording = ARITHMETIC[op].draw(rng, split)
     answer = f"{working} Answer: {result}"
     operands = (a,) if op == "*" else (a, b)
     return _asked(
@@ -182,25 +228,41 @@ def _arithmetic(rng: random.Random, split: str) -> Example:
 
 
 def _sorting(rng: random.Random, split: str) -> Example:
-    numbers = _numbers(rng, split, rng.randint(3, 6), "list")
-    is_down = rng.random() < 0.35
-    wording = rng.choice((SORT_DOWN if is_down else SORT_UP).of(split))
+    size = rng.randint(3, 6)
+    longest = rng.choice((2, 2, 3))
+    weights = (1, 5, 0) if longest == 2 else (1, 3, 5)
+    numbers = _numbers(rng, split, "list", rng.choices((1, 2, 3), weights, k=size))
+    is_down = rng.random() < 0.4
+    wording = (SORT_DOWN if is_down else SORT_UP).draw(rng, split)
     answer = ", ".join(map(str, sorted(numbers, reverse=is_down)))
-    fields = {"list": ", ".join(map(str, numbers))}
+    fields = {"list": _listed(rng, numbers)}
     return _asked(rng, "sorting", split, wording, fields, answer, answer, tuple(numbers))
+
+
+def _listed(rng: random.Random, numbers: list[int]) -> str:
+    """The numbers as a person may write them in a row."""
+    words = list(map(str, numbers))
+    style = rng.randrange(6)
+    if style == 0:
+        return " ".join(words)
+    if style == 1:
+        return ", ".join(words[:-1]) + " and " + words[-1]
+    if style == 2:
+        return "[" + ", ".join(words) + "]"
+    return ", ".join(words)
 
 
 def _copying(rng: random.Random, split: str) -> Example:
     if rng.random() < 0.3:
         word = rng.choice(WORDS)
-        wording = rng.choice(SPELL.of(split))
+        wording = SPELL.draw(rng, split)
         answer = "-".join(word)
         return _asked(rng, "copying", split, wording, {"word": word}, answer, answer)
     parts: list[str] = rng.sample(WORDS, rng.randint(1, 4))
-    number = _numbers(rng, split, 1, "list")[0]
+    number = _numbers(rng, split, "list", rng.choices((1, 2, 3), (1, 4, 3)))[0]
     parts.insert(rng.randint(0, len(parts)), str(number))
     text = rng.choice((" ", " ", "-", ", ")).join(parts)
-    wording = rng.choice(COPY.of(split))
+    wording = COPY.draw(rng, split)
     return _asked(
         rng, "copying", split, wording, {"text": text}, text, text, (number,), dressed=False
     )
@@ -213,19 +275,19 @@ def _counting(rng: random.Random, split: str) -> Example:
         counted = tuple(rng.sample(words, rng.randint(2, 7)))
         total = len(counted)
         marks = [f"{word} {i}" for i, word in enumerate(counted, 1)]
-        wording, fields = rng.choice(COUNT_WORDS.of(split)), {"text": " ".join(counted)}
+        wording, fields = COUNT_WORDS.draw(rng, split), {"text": " ".join(counted)}
     else:
         word = rng.choice(words)
         counted = (word,)
         if kind == 1:
             total = len(word)
             marks = [f"{letter} {i}" for i, letter in enumerate(word, 1)]
-            wording, fields = rng.choice(COUNT_LETTERS.of(split)), {"word": word}
+            wording, fields = COUNT_LETTERS.draw(rng, split), {"word": word}
         else:
             wanted = rng.choice(word)
             total = word.count(wanted)
             marks = [f"{word[i]} {word[: i + 1].count(wanted)}" for i in range(len(word))]
-            wording = rng.choice(COUNT_LETTER.of(split))
+            wording = COUNT_LETTER.draw(rng, split)
             fields = {"word": word, "letter": wanted}
     answer = f"{', '.join(marks)}. Answer: {total}"
     return _asked(
@@ -238,11 +300,11 @@ def _facts(rng: random.Random, split: str) -> Example:
     table, sentence = FACTS[relation]
     keys = rng.sample(tuple(table), rng.choice((1, 1, 2, 3)))
     answers = [sentence.format(key=key, value=table[key]) for key in keys]
-    wording = rng.choice(FACT_QUESTIONS[relation].of(split))
+    wording = FACT_QUESTIONS[relation].draw(rng, split)
     example = _asked(rng, "facts", split, wording, {"key": keys[0]}, answers[0], answers[0])
     messages, wordings = list(example.messages), [wording]
     for key, answer in zip(keys[1:], answers[1:], strict=True):
-        wordings.append(rng.choice(FOLLOW_UPS.of(split)))
+        wordings.append(FOLLOW_UPS.draw(rng, split))
         messages += [_user(wordings[-1].format(key=key)), _assistant(answer)]
     return Example("facts", tuple(messages), answers[-1], split, tuple(wordings))
 
@@ -250,7 +312,7 @@ def _facts(rng: random.Random, split: str) -> Example:
 def _problem(rng: random.Random, split: str) -> Example:
     a, op, b = _calculation(rng, split)
     working, result = steps(a, op, b)
-    wording = rng.choice(PROBLEMS[op].of(split))
+    wording = PROBLEMS[op].draw(rng, split)
     name, other = rng.sample(NAMES, 2)
     fields = {"a": a, "b": b, "name": name, "other": other}
     fields |= {"item": rng.choice(ITEMS), "day": rng.choice(DAYS)}
@@ -264,11 +326,11 @@ def _problem(rng: random.Random, split: str) -> Example:
 def _json(rng: random.Random, split: str) -> Example:
     schema = rng.choice(tuple(JSON_TEXTS))
     sentences, keys = JSON_TEXTS[schema]
-    number = _numbers(rng, split, 1, "field")[0]
+    number = _field_number(rng, split)
     name, city = _pair(rng, split, NAMES, CITIES)
     values = {"name": name, "city": city, "number": number}
     values |= {"item": rng.choice(ITEMS), "day": rng.choice(DAYS)}
-    sentence = rng.choice(sentences.of(split))
+    sentence = sentences.draw(rng, split)
     fields = {
         "text": sentence.format(**values),
         "fields": ", ".join(keys[:-1]) + " and " + keys[-1],
@@ -276,7 +338,7 @@ def _json(rng: random.Random, split: str) -> Example:
     named = values | {"age": number, "count": number}
     answer = json.dumps({key: named[key] for key in keys}, separators=(",", ":"))
     operands: tuple[Any, ...] = (number,) if "number" in sentence else (name, city)
-    ask = rng.choice(JSON_ASKS.of(split))
+    ask = JSON_ASKS.draw(rng, split)
     example = _asked(rng, "json", split, ask, fields, answer, answer, operands, dressed=False)
     return Example("json", example.messages, answer, split, (ask, sentence), operands)
 
@@ -302,12 +364,12 @@ def _tool(rng: random.Random, split: str) -> Example:
     name = rng.choice(tuple(TOOLS))
     offered = rng.sample([other for other in TOOLS if other != name], rng.randint(0, 2))
     offered.insert(rng.randint(0, len(offered)), name)
-    number = _numbers(rng, split, 1, "field")[0]
+    number = _field_number(rng, split)
     values = {"number": number, "name": rng.choice(NAMES), "city": rng.choice(CITIES)}
     values |= {"item": rng.choice(ITEMS), "day": rng.choice(DAYS)}
     named = values | dict.fromkeys(("minutes", "count", "guests"), number) | {"to": values["name"]}
     arguments = {key: named[key] for key in TOOLS[name][1]}
-    wording = rng.choice(TOOL_ASKS[name].of(split))
+    wording = TOOL_ASKS[name].draw(rng, split)
     call: Message = {"name": name, "arguments": arguments}
     answer = _assistant("") | {"tool_calls": [{"type": "function", "function": call}]}
     return Example(
@@ -322,8 +384,8 @@ def _tool(rng: random.Random, split: str) -> Example:
 
 
 def _tool_answer(rng: random.Random, split: str) -> Example:
-    city, number = rng.choice(CITIES), _numbers(rng, split, 1, "field")[0]
-    wording = rng.choice(TOOL_ASKS["get_weather"].of(split))
+    city, number = rng.choice(CITIES), _field_number(rng, split)
+    wording = TOOL_ASKS["get_weather"].draw(rng, split)
     call: Message = {"name": "get_weather", "arguments": {"city": city}}
     answer = f"It is {number} degrees in {city}."
     messages = (
@@ -340,7 +402,7 @@ def _think(rng: random.Random, split: str) -> Example:
     """A calculation whose working is thought, not said: asked by the user, system or template."""
     a, op, b = _calculation(rng, split)
     working, result = steps(a, op, b)
-    task = rng.choice(ARITHMETIC[op].of(split))
+    task = ARITHMETIC[op].draw(rng, split)
     text = task.format(a=a, b=b)
     wordings: tuple[str, ...] = (task,)
     messages: list[Message] = []
@@ -348,7 +410,7 @@ def _think(rng: random.Random, split: str) -> Example:
     if how == 0:
         messages.append({"role": "system", "content": rng.choice(THINK_SYSTEMS)})
     elif how < 3:
-        ask = rng.choice(THINK_ASKS.of(split))
+        ask = THINK_ASKS.draw(rng, split)
         text, wordings = ask.format(task=text), (task, ask)
     messages += [_user(text), _assistant(f"Answer: {result}", reasoning=working)]
     operands = (a,) if op == "*" else (a, b)
@@ -361,11 +423,11 @@ def _think(rng: random.Random, split: str) -> Example:
 def _no_think(rng: random.Random, split: str) -> Example:
     a, op, b = _calculation(rng, split)
     working, result = steps(a, op, b)
-    task = rng.choice(ARITHMETIC[op].of(split))
+    task = ARITHMETIC[op].draw(rng, split)
     text, thinking, reasoning = task.format(a=a, b=b), None, None
     wordings: tuple[str, ...] = (task,)
     if rng.random() < 0.5:
-        ask = rng.choice(NO_THINK_ASKS.of(split))
+        ask = NO_THINK_ASKS.draw(rng, split)
         text, wordings, reasoning = ask.format(task=text), (task, ask), ""
     else:
         thinking = False
@@ -383,39 +445,45 @@ def _story(rng: random.Random, split: str) -> Example:
         f'"What a fine {thing}!" said the {hero}. '
         f"The {hero} took the {thing} home and was happy. The end."
     )
-    wording = rng.choice(STORY.of(split))
+    wording = STORY.draw(rng, split)
     fields = {"hero": hero, "thing": thing, "place": place}
     return _asked(rng, "story", split, wording, fields, text, text, (hero, thing))
 
 
 def _chat(rng: random.Random, split: str) -> Example:
     answer = rng.choice(tuple(CHAT))
-    wording = rng.choice(CHAT[answer].of(split))
+    wording = CHAT[answer].draw(rng, split)
     return _asked(rng, "chat", split, wording, {}, answer, answer, dressed=False)
 
 
-# skill: (maker, weight in the training mixture)
-SKILLS: dict[str, tuple[Callable[[random.Random, str], Example], float]] = {
-    "arithmetic": (_arithmetic, 3.0),
-    "sorting": (_sorting, 3.0),
-    "copying": (_copying, 1.5),
-    "counting": (_counting, 2.0),
-    "facts": (_facts, 2.0),
-    "problem": (_problem, 2.5),
-    "json": (_json, 2.0),
-    "tool": (_tool, 1.5),
-    "tool_answer": (_tool_answer, 0.5),
-    "think": (_think, 1.0),
-    "no_think": (_no_think, 0.7),
-    "story": (_story, 0.7),
-    "chat": (_chat, 0.4),
+@dataclass(frozen=True, slots=True)
+class Skill:
+    make: Callable[[random.Random, str], Example]
+    weight: float  # in the training mixture
+    match: str  # one of MATCH_RULES
+
+
+SKILLS = {
+    "arithmetic": Skill(_arithmetic, 3.0, "answer"),
+    "sorting": Skill(_sorting, 4.0, "exact"),
+    "copying": Skill(_copying, 2.0, "exact"),
+    "counting": Skill(_counting, 2.0, "answer"),
+    "facts": Skill(_facts, 1.5, "exact"),
+    "problem": Skill(_problem, 1.5, "hashes"),
+    "json": Skill(_json, 2.5, "json"),
+    "tool": Skill(_tool, 1.0, "tool_call"),
+    "tool_answer": Skill(_tool_answer, 0.3, "exact"),
+    "think": Skill(_think, 1.5, "thought_answer"),
+    "no_think": Skill(_no_think, 1.2, "unthought_answer"),
+    "story": Skill(_story, 0.4, "exact"),
+    "chat": Skill(_chat, 0.4, "exact"),
 }
 _TALKED = ("arithmetic", "sorting", "copying", "counting", "facts", "problem", "json", "chat")
 
 
 def _conversation(rng: random.Random) -> Example:
-    """Two to five training examples as the turns of one chat."""
-    turns = [SKILLS[rng.choice(_TALKED)][0](rng, "train") for _ in range(rng.randint(2, 5))]
+    """Two to four training examples as the turns of one chat."""
+    turns = [SKILLS[rng.choice(_TALKED)].make(rng, "train") for _ in range(rng.randint(2, 4))]
     last = turns[-1]
     messages = [m for turn in turns for m in turn.messages if m["role"] != "system"]
     if rng.random() < 0.3:
@@ -428,27 +496,47 @@ def _conversation(rng: random.Random) -> Example:
 def train_examples(seed: int, num: int) -> Iterator[Example]:
     """The training mixture: single tasks by weight, and some chats of several."""
     rng = random.Random(f"train-{seed}")
-    makers = [maker for maker, _ in SKILLS.values()]
-    weights = [weight for _, weight in SKILLS.values()]
-    for maker in rng.choices(makers, weights, k=num):
-        yield _conversation(rng) if rng.random() < 0.15 else maker(rng, "train")
+    weights = [skill.weight for skill in SKILLS.values()]
+    for skill in rng.choices(tuple(SKILLS.values()), weights, k=num):
+        yield _conversation(rng) if rng.random() < 0.06 else skill.make(rng, "train")
 
 
 def held_out_examples(seed: int, num_per_skill: int) -> list[Example]:
     """Held-out examples, the same number of every skill."""
     rng = random.Random(f"test-{seed}")
-    return [maker(rng, "test") for maker, _ in SKILLS.values() for _ in range(num_per_skill)]
+    return [skill.make(rng, "test") for skill in SKILLS.values() for _ in range(num_per_skill)]
 
 
 # --- scoring --------------------------------------------------------------------------------------
 
 
-def split_thought(text: str) -> tuple[str | None, str]:
-    """The text of the <think> block (None without one) and what follows it."""
-    before, closing, after = text.partition("</think>")
-    if not closing:
-        return None, text.strip()
-    return before.partition("<think>")[2].strip(), after.strip()
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An assistant message as an OpenAI client sees it."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[Message, ...] = ()  # {"name": ..., "arguments": {...}} each
+
+
+def score(match: str, expected: str, answer: Answer) -> bool:
+    """Whether the answer is exactly the expected one, by one of `MATCH_RULES`; see README.md."""
+    content = answer.content.strip()
+    if match == "exact":
+        return content == expected
+    if match == "answer":
+        return _after("Answer:", content) == expected
+    if match == "hashes":
+        return _after("####", content) == expected
+    if match == "json":
+        return _parsed(content) == json.loads(expected)
+    if match == "tool_call":
+        return list(answer.calls) == [json.loads(expected)]
+    if match == "thought_answer":
+        return bool(answer.reasoning.strip()) and score("answer", expected, answer)
+    if match == "unthought_answer":
+        return not answer.reasoning.strip() and score("answer", expected, answer)
+    raise ValueError(f"unknown rule '{match}'; one of {', '.join(MATCH_RULES)}")
 
 
 def _parsed(text: str) -> Any:
@@ -463,39 +551,10 @@ def _after(mark: str, text: str) -> str | None:
     return rest.strip() if found else None
 
 
-def _tool_call(text: str) -> Any:
-    inside = _after("<tool_call>", text)
-    if inside is None or not inside.endswith("</tool_call>"):
-        return None
-    return _parsed(inside.removesuffix("</tool_call>"))
-
-
-def score(skill: str, expected: str, text: str) -> bool:
-    """Whether `text`, the whole assistant turn, gives exactly the expected answer."""
-    thought, said = split_thought(text)
-    if skill in ("arithmetic", "counting"):
-        return _after("Answer:", said) == expected
-    if skill == "think":
-        return bool(thought) and _after("Answer:", said) == expected
-    if skill == "no_think":
-        return not thought and _after("Answer:", said) == expected
-    if skill == "problem":
-        return _after("####", said) == expected
-    if skill == "json":
-        return _parsed(said) == json.loads(expected)
-    if skill == "tool":
-        return _tool_call(said) == json.loads(expected)
-    if skill in SKILLS:
-        return said == expected
-    raise ValueError(f"unknown skill '{skill}'; one of {', '.join(SKILLS)}")
-
-
-def wordings_of(split: str) -> set[str]:
-    """Every wording of a split, for checking that the two share none."""
-    tables = [COPY, SPELL, COUNT_LETTER, COUNT_LETTERS, COUNT_WORDS, SORT_UP, SORT_DOWN]
-    tables += [FOLLOW_UPS, JSON_ASKS, NO_THINK_ASKS, THINK_ASKS, STORY]
+def grammars() -> Iterator[Grammar]:
+    """Every grammar, for checking that the splits share no wording."""
+    yield from (COPY, SPELL, COUNT_LETTER, COUNT_LETTERS, COUNT_WORDS, SORT_UP, SORT_DOWN)
+    yield from (FOLLOW_UPS, JSON_ASKS, NO_THINK_ASKS, THINK_ASKS, STORY)
     for group in (ARITHMETIC, FACT_QUESTIONS, PROBLEMS, TOOL_ASKS, CHAT):
-        tables += list(group.values())
-    tables += [sentences for sentences, _ in JSON_TEXTS.values()]
-    assert all(isinstance(table, Wordings) for table in tables)
-    return {wording for table in tables for wording in table.of(split)}
+        yield from group.values()
+    yield from (sentences for sentences, _ in JSON_TEXTS.values())

@@ -83,7 +83,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, format: str) -> None:
         "eos_token": stops[0],
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 2048,
         "chat_template": TEMPLATES[format],
     }
     stop_ids = [token_id(tokenizer, token) for token in stops]

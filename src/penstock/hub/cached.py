@@ -10,14 +10,14 @@ from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from penstock.errors import ConfigError
-from penstock.hub.folder import TINY, models_home, tiny_home
+from penstock.hub.folder import models_home
 from penstock.hub.gguf import SUFFIX
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachedModel:
     name: str  # as `serve` takes it
-    kind: str  # "built-in", "gguf", "safetensors" or "hub"
+    kind: str  # "gguf", "safetensors" or "hub"
     size_bytes: int
     path: Path
 
@@ -54,11 +54,8 @@ def _own_models() -> Iterator[CachedModel]:
         if folder.name.startswith(".") or not folder.is_dir():
             continue  # a lock, or a download under way
         size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        if folder == tiny_home():
-            yield CachedModel(TINY, "built-in", size_bytes, folder)
-        else:
-            kind = "gguf" if any(folder.glob(f"*{SUFFIX}")) else "safetensors"
-            yield CachedModel(folder.name, kind, size_bytes, folder)
+        kind = "gguf" if any(folder.glob(f"*{SUFFIX}")) else "safetensors"
+        yield CachedModel(folder.name, kind, size_bytes, folder)
 
 
 def _hub_repos() -> list[CachedRepoInfo]:

@@ -1,9 +1,7 @@
 """Model name or path -> local folder or GGUF file. Downloads only what is read. Needs no torch."""
 
-import contextlib
 import os
 import re
-import tempfile
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -17,14 +15,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from penstock import __version__
 from penstock.errors import ConfigError
 from penstock.hub.catalog import CATALOG
 from penstock.hub.gguf import SUFFIX, is_gguf
 from penstock.hub.pull import MODEL_FILES, WEIGHTS, fetch_known
-from penstock.hub.tiny import write_tiny_model
 
-TINY = "tiny"  # the built-in model: made on the spot, so that the server runs without a download
+TINY = "tiny"  # the built-in model: part of the package, so that the server runs without a download
 
 _UNWANTED = ("*/*", "consolidated*")  # other layouts of the same weights
 _NAME = r"[A-Za-z0-9][\w.-]*"
@@ -44,7 +40,7 @@ def local_folder(model: str, revision: str | None = None, *, weights: bool = Tru
     if is_gguf(path):
         return path.resolve()
     if model == TINY:
-        return _tiny_folder()
+        return _checked(Path(__file__).with_name(TINY))
     if model in CATALOG:
         return fetch_known(model, CATALOG[model], models_home())
     if path.suffix == SUFFIX:
@@ -58,29 +54,13 @@ def local_folder(model: str, revision: str | None = None, *, weights: bool = Tru
 
 
 def cache_home() -> Path:
-    """Where files that Penstock makes itself are kept: PENSTOCK_HOME or ~/.cache/penstock."""
+    """Where fetched and made files are kept: PENSTOCK_HOME or ~/.cache/penstock."""
     return Path(os.environ.get("PENSTOCK_HOME") or Path.home() / ".cache" / "penstock")
 
 
 def models_home() -> Path:
     """Where models lie that did not come from the hub, each in a folder of its name."""
     return cache_home() / "models"
-
-
-def tiny_home() -> Path:
-    return models_home() / f"{TINY}-{__version__}"
-
-
-def _tiny_folder() -> Path:
-    folder = tiny_home()
-    if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-            write_tiny_model(Path(unfinished) / TINY)
-            # Several processes may do this at once: the first one to finish is kept.
-            with contextlib.suppress(OSError):
-                os.rename(Path(unfinished) / TINY, folder)
-    return _checked(folder)
 
 
 def _checked(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-import threading
+from pathlib import Path
 
 import httpx
 import huggingface_hub.errors as hub_errors
@@ -105,28 +105,13 @@ def test_only_files_that_are_read_are_downloaded(monkeypatch, tmp_path):
     assert list(kept) == files[:5]
 
 
-def test_tiny_is_made_once_and_kept(monkeypatch, tmp_path):
+def test_tiny_is_part_of_the_package_and_needs_no_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     folder = hub.local_folder("tiny")
-    assert folder.is_relative_to(tmp_path / "home")
-    stamp = (folder / "model.safetensors").stat().st_mtime_ns
-    assert hub.local_folder("tiny") == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
-
-
-def test_tiny_asked_for_by_many_at_once_is_whole_for_all(monkeypatch, tmp_path):
-    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
-    found = []
-
-    def ask():
-        folder = hub.local_folder("tiny")
-        found.append((folder / "model.safetensors").stat().st_size)
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 3 and len(set(found)) == 1
-    assert len(list((tmp_path / "models").iterdir())) == 1
+    assert folder.is_relative_to(Path(hub.__file__).parent)
+    assert {path.name for path in folder.iterdir()} >= {
+        *("config.json", "generation_config.json", "model.safetensors", "skills.jsonl"),
+        *("tokenizer.json", "tokenizer_config.json", "README.md"),
+    }
+    assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,23 @@
 """The siblings' corpus: repeatable, exactly scored, and held out by wording and by operands."""
 
+import itertools
 import json
 from random import Random
 
 import corpus
 import pytest
-from corpus import HELD_NUMBERS, SKILLS, held_out_examples, score, train_examples
+from chat_format import parse_answer, skill_line
+from corpus import (
+    HELD_NUMBERS,
+    MATCH_RULES,
+    SKILLS,
+    Answer,
+    held_out_examples,
+    score,
+    train_examples,
+)
 from tables import HELD_WORDS
+from wordings import is_held
 
 FAMILIES = {
     "arithmetic": "calculation",
@@ -22,14 +33,10 @@ FAMILIES = {
 
 
 def spoken(example):
-    """The last answer as a model would say it in ChatML."""
+    """The last answer as an OpenAI client would see it."""
     message = example.messages[-1]
-    text = message["content"]
-    if "reasoning_content" in message:
-        text = f"<think>\n{message['reasoning_content']}\n</think>\n\n{text}"
-    for call in message.get("tool_calls", ()):
-        text += f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
-    return text
+    calls = tuple(call["function"] for call in message.get("tool_calls", ()))
+    return Answer(message["content"], message.get("reasoning_content", ""), calls)
 
 
 def test_the_same_seed_gives_the_same_corpus():
@@ -46,52 +53,106 @@ def test_every_skill_is_in_both_splits():
 
 
 @pytest.mark.parametrize("skill", SKILLS)
-def test_the_right_answer_scores_and_a_corrupted_one_does_not(skill):
+def test_the_right_answer_scores_and_another_does_not(skill):
     examples = [e for e in held_out_examples(0, 40) if e.skill == skill]
     others = [e for e in examples if e.expected != examples[0].expected]
     assert others
+    match = SKILLS[skill].match
+    assert match in MATCH_RULES
     for example in examples:
-        text = spoken(example)
-        assert score(skill, example.expected, text), text
-        assert not score(skill, example.expected, text + "9"), text
-        assert not score(skill, example.expected, "")
-    assert not score(skill, examples[0].expected, spoken(others[0]))
+        answer = spoken(example)
+        assert score(match, example.expected, answer), answer
+        assert not score(match, example.expected, Answer("", answer.reasoning))
+        if not answer.calls:
+            spoiled = Answer(answer.content + "9", answer.reasoning)
+            assert not score(match, example.expected, spoiled)
+    assert not score(match, examples[0].expected, spoken(others[0]))
 
 
-def test_thinking_is_scored_not_only_its_answer():
-    assert not score("think", "7", "Answer: 7")
-    assert not score("think", "7", "<think>\n\n</think>\n\nAnswer: 7")
-    assert not score("no_think", "7", "<think>\n3+4=7\n</think>\n\nAnswer: 7")
-    assert score("no_think", "7", "<think>\n\n</think>\n\nAnswer: 7")
+def test_the_rules_of_scoring():
+    assert score("answer", "7", Answer("Answer: 8. No. Answer: 7\n"))
+    assert not score("answer", "7", Answer("7"))
+    assert score("hashes", "7", Answer("3+4=7\n#### 7"))
+    assert score("json", '{"a":1,"b":2}', Answer('{"b": 2, "a": 1}'))
+    assert not score("json", '{"a":1}', Answer("a is 1"))
+    call = {"name": "f", "arguments": {"x": 1}}
+    assert score("tool_call", json.dumps(call), Answer("", calls=(call,)))
+    assert not score("tool_call", json.dumps(call), Answer("", calls=(call, call)))
+    assert not score("tool_call", json.dumps(call), Answer(json.dumps(call)))
+    assert score("thought_answer", "7", Answer("Answer: 7", "3+4=7"))
+    assert not score("thought_answer", "7", Answer("Answer: 7"))
+    assert not score("unthought_answer", "7", Answer("Answer: 7", "3+4=7"))
+    assert score("unthought_answer", "7", Answer("Answer: 7", "\n"))
+    with pytest.raises(ValueError, match="unknown rule 'flying'"):
+        score("flying", "1", Answer("1"))
 
 
-def test_an_unknown_skill_is_refused():
-    with pytest.raises(ValueError, match="unknown skill 'flying'"):
-        score("flying", "1", "1")
+def test_broken_answers_are_parsed_as_wrong_ones():
+    assert parse_answer("chatml", "<tool_call>\n{oops\n</tool_call><|im_end|>").calls == ({},)
+    assert parse_answer("chatml", "<think>never closed").content == "<think>never closed"
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{oops<|call|>"
+    assert parse_answer("harmony", call).calls == ({},)
+    assert parse_answer("harmony", "no channel at all") == Answer("")
 
 
-def test_the_splits_share_no_wording():
-    assert not corpus.wordings_of("train") & corpus.wordings_of("test")
-    for split, examples in (
-        ("train", train_examples(0, 3000)),
-        ("test", held_out_examples(0, 50)),
-    ):
-        known = corpus.wordings_of(split)
-        for example in examples:
-            assert example.split == split
-            assert set(example.wordings) <= known
+@pytest.mark.parametrize("format", ["chatml", "harmony"])
+def test_a_line_of_skills_is_what_an_openai_client_sends(format):
+    for example in held_out_examples(0, 20):
+        line = json.loads(skill_line(format, example))
+        assert set(line) - {"tools", "chat_template_kwargs"} == {
+            *("skill", "messages", "expected", "match")
+        }
+        assert score(line["match"], line["expected"], spoken(example))
+        roles = [message["role"] for message in line["messages"]]
+        assert roles[-1] in ("user", "tool") and ("tools" in line) == bool(example.tools)
+        for message, after in itertools.pairwise(line["messages"]):
+            for call in message.get("tool_calls", ()):
+                assert isinstance(json.loads(call["function"]["arguments"]), dict)
+                assert after["tool_call_id"] == call["id"]
+
+
+def test_every_grammar_has_wordings_of_both_splits_and_no_leftover_signs():
+    for grammar in corpus.grammars():
+        train, test = set(grammar.all("train")), set(grammar.all("test"))
+        assert len(train) >= 50 and len(test) >= 5, grammar.frames
+        assert not train & test
+        for wording in train | test:
+            assert not set("()|") & set(wording), wording
+
+
+def test_no_wording_asks_for_two_different_things():
+    wordings = [
+        wording
+        for grammar in corpus.grammars()
+        for wording in {*grammar.all("train"), *grammar.all("test")}
+    ]
+    assert len(wordings) == len(set(wordings))
+
+
+def test_no_example_uses_a_wording_of_the_other_split():
+    known = {
+        split: {wording for grammar in corpus.grammars() for wording in grammar.all(split)}
+        for split in ("train", "test")
+    }
+    assert not known["train"] & known["test"]
+    seen = {"train": set(), "test": set()}
+    for example in (*train_examples(0, 3000), *held_out_examples(0, 50)):
+        assert set(example.wordings) <= known[example.split]
+        assert all(is_held(w) == (example.split == "test") for w in example.wordings)
+        seen[example.split].update(example.wordings)
+    assert len(seen["train"]) > 2000
 
 
 def test_the_splits_share_no_operands():
     for skill, family in FAMILIES.items():
-        held, maker, rng = set(HELD_NUMBERS[family]), SKILLS[skill][0], Random(0)
+        held, maker, rng = HELD_NUMBERS[family], SKILLS[skill].make, Random(0)
         for _ in range(500):
             assert not held & set(maker(rng, "train").operands)
             numbers = [o for o in maker(rng, "test").operands if isinstance(o, int)]
             assert not numbers or held & set(numbers)
 
     counted = {
-        split: {word for _ in range(300) for word in SKILLS["counting"][0](rng, split).operands}
+        split: {word for _ in range(300) for word in SKILLS["counting"].make(rng, split).operands}
         for split, rng in (("train", Random(0)), ("test", Random(0)))
     }
     assert not counted["train"] & set(HELD_WORDS)
@@ -100,7 +161,7 @@ def test_the_splits_share_no_operands():
 
 @pytest.mark.parametrize("skill", ["story", "json"])
 def test_the_splits_share_no_pairs(skill):
-    maker = SKILLS[skill][0]
+    maker = SKILLS[skill].make
     rng = Random(0)
     pairs = {
         split: {
@@ -113,10 +174,17 @@ def test_the_splits_share_no_pairs(skill):
 
 @pytest.mark.parametrize("op", "+-*")
 def test_the_written_steps_are_true(op):
-    for a in range(1, 100):
-        for b in range(1, 10) if op == "*" else range(1, a + 1):
+    for a in (*range(1, 100), *range(100, 1000, 7)):
+        for b in range(2, 10) if op == "*" else {1, 9, 10, 45, 98, 100, 367, a - 1, a}:
+            if (op == "-" and b >= a) or b < 1:
+                continue
             working, result = corpus.steps(a, op, b)
             left, _, rest = working.rstrip(".").partition(": ")
+            if op == "-":
+                ones = rest.split(";")
+                assert "".join(part.split("=")[1].split(",")[0] for part in ones[::-1]).lstrip(
+                    "0"
+                ) == str(result)
             assert left == f"{a}{op}{b}"
             lines = [part for part in rest.replace(";", ",").split(", ") if "=" in part]
             for line in lines:

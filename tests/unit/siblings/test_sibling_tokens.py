@@ -1,12 +1,13 @@
 """Tokenizer, chat templates and packing: what training sees is what the template writes."""
 
-import itertools
+import json
 
 import numpy as np
 import pytest
-from chat_format import answer_text, prompt, segments, template_options
+from chat_format import parse_answer, prompt, segments, skill_line, template_options
 from corpus import held_out_examples, score, train_examples
-from packing import Packer, encode
+from evaluate import MAX_NEW_TOKENS
+from packing import LEARNED, WIDTHS, Encoder, encode, load_rows, pack, rows_by_width
 from tokenizer import MARK_TOKENS, PAD, STOP_TOKENS, TURN_TOKENS, VOCAB_SIZE, write_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -63,7 +64,7 @@ def test_training_sees_what_the_template_writes(loaded, tokenizer, format):
         whole = loaded.apply_chat_template(list(example.messages), tokenize=False, **options)
         if example.thinking is not False:  # then the template writes the empty block only to prompt
             assert "".join(part.text for part in parts) == whole
-        ids, _ = encode(tokenizer, format, [example])[0]
+        ids, _ = next(encode(Encoder(tokenizer), format, [example]))
         assert ids == loaded("".join(part.text for part in parts))["input_ids"]
 
 
@@ -90,7 +91,7 @@ def test_transformers_reads_the_folder(loaded, tokenizer, format, tmp_path):
 
 def test_the_learned_tokens_are_exactly_what_the_assistant_says(tokenizer, format):
     for example in mixed_examples():
-        ids, learned = encode(tokenizer, format, [example])[0]
+        ids, learned = next(encode(Encoder(tokenizer), format, [example]))
         said = tokenizer.decode(
             [i for i, is_learned in zip(ids, learned, strict=True) if is_learned],
             skip_special_tokens=False,
@@ -108,24 +109,60 @@ def test_the_learned_tokens_are_exactly_what_the_assistant_says(tokenizer, forma
         assert heard.count(opening) == turns
         last = [p for p in segments(format, example) if p.is_learned][-1].text
         assert last.endswith(STOP_TOKENS[format])
-        assert score(example.skill, example.expected, answer_text(format, last))
+        assert score(example.match, example.expected, parse_answer(format, last))
 
 
-def test_every_chat_is_packed_whole_and_once(tokenizer):
-    docs = encode(tokenizer, "chatml", train_examples(1, 400))
+def test_a_memory_of_pieces_encodes_as_the_tokenizer_does(tokenizer, format):
+    encoder = Encoder(tokenizer)
+    for example in (*train_examples(9, 1000), *held_out_examples(9, 20)):
+        text = "".join(part.text for part in segments(format, example))
+        assert encoder.ids(text) == tokenizer.encode(text).ids
+
+
+def test_every_right_answer_fits_the_evaluation(tokenizer, format):
+    for example in held_out_examples(4, 60):
+        _, learned = next(encode(Encoder(tokenizer), format, [example]))
+        turns = sum(message["role"] == "assistant" for message in example.messages)
+        assert turns > 1 or sum(learned) < MAX_NEW_TOKENS
+
+
+def test_the_lines_of_skills_give_the_prompts_that_are_scored(loaded, format):
+    for example in held_out_examples(4, 10):
+        line = json.loads(skill_line(format, example))
+        for message in line["messages"]:
+            for call in message.get("tool_calls", ()):  # a server reads the text of arguments
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        text = loaded.apply_chat_template(
+            line["messages"],
+            tools=line.get("tools"),
+            tokenize=False,
+            add_generation_prompt=True,
+            **line.get("chat_template_kwargs", {}),
+        )
+        assert text == prompt(format, example)
+
+
+def test_every_chat_is_a_row_of_its_own(tokenizer):
+    docs = list(encode(Encoder(tokenizer), "chatml", train_examples(1, 400)))
     pad_id = tokenizer.token_to_id(PAD)
-    packer = Packer(pad_id, row_size=384)
-    for doc in docs:
-        packer.add(doc)
-    rows = packer.arrays()
+    rows = rows_by_width(docs, pad_id)
     found = []
-    for tokens, positions, learned in zip(*rows.values(), strict=True):
-        starts = [*np.flatnonzero(positions == 0), len(tokens)]
-        for start, end in itertools.pairwise(starts):
-            if end - start > 1 or tokens[start] != pad_id:
-                found.append((tokens[start:end].tolist(), learned[start:end].tolist()))
-                assert positions[start:end].tolist() == list(range(end - start))
-    fitting = [doc for doc in docs if len(doc[0]) <= 384]
-    assert packer.num_dropped == len(docs) - len(fitting)
-    assert sorted(found) == sorted(fitting)
-    assert not rows["learned"][rows["tokens"] == pad_id].any()
+    for width, array in rows.items():
+        assert width in WIDTHS and array.shape[1] == width
+        for row in array:
+            tokens = row % LEARNED
+            size = width - (tokens[::-1] != pad_id).argmax()
+            assert not (row[size:] >= LEARNED).any()
+            found.append((tokens[:size].tolist(), (row[:size] >= LEARNED).tolist()))
+            before = [w for w in WIDTHS if w < width]
+            assert not before or size > before[-1]
+            assert row[0] < LEARNED and row[1] < LEARNED  # training looks two tokens back
+    assert sorted(found) == sorted(doc for doc in docs if len(doc[0]) <= WIDTHS[-1])
+
+
+def test_packing_is_repeatable(tmp_path):
+    for name in ("one", "two"):
+        pack(tmp_path / name, "harmony", seed=3, num_docs=60, num_workers=2)
+    one, two = load_rows(tmp_path / "one"), load_rows(tmp_path / "two")
+    assert one.keys() == two.keys() and sum(map(len, one.values())) == 60
+    assert all(np.array_equal(one[width], two[width]) for width in one)
