@@ -1,0 +1,4 @@
+"""Scores a model on tasks with known answers, through the engine or over HTTP.
+
+`task` says what a task is, `tasks/` holds them, `ask` gets the answers, `report` counts.
+"""

@@ -1,0 +1,76 @@
+"""What a task is: examples, how long an answer may be, and which answers are right."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One question and its known answer; `group` is the row of the report it counts in."""
+
+    group: str
+    messages: tuple[Mapping[str, Any], ...]
+    expected: str
+    rule: str  # how an answer is compared with `expected`; its names belong to the task
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model said: apart from it what it thought, and the tools it called."""
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[Mapping[str, Any], ...] = ()  # {"name", "arguments"} each; {}: not readable
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    file_name: str  # where a checkpoint folder keeps the task's examples
+    max_tokens: int
+    read: Callable[[Path], list[Example]]
+    is_right: Callable[[Example, Answer], bool]
+
+
+def answer_of_text(text: str) -> Answer:
+    """A whole turn as the model wrote it, with <think> and <tool_call> marks."""
+    before, closing, after = text.partition("</think>")
+    thought, said = (before.partition("<think>")[2], after) if closing else ("", text)
+    calls = tuple(_call(parsed(call)) for call in _CALL.findall(said))
+    return Answer(_CALL.sub("", said).strip(), thought.strip(), calls)
+
+
+def answer_of_message(message: Mapping[str, Any]) -> Answer:
+    """A message of a chat completion, whether or not the server has taken the marks out."""
+    answer = answer_of_text(message.get("content") or "")
+    if thought := message.get("reasoning_content") or message.get("reasoning"):
+        answer = replace(answer, reasoning=thought.strip())
+    if calls := message.get("tool_calls"):
+        functions = [_call(call["function"]) for call in calls]
+        answer = replace(answer, calls=tuple(functions))
+    return answer
+
+
+def _call(call: Any) -> Mapping[str, Any]:
+    """Name and arguments; a server sends the arguments as JSON text."""
+    if not isinstance(call, Mapping):
+        return {}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    return {"name": call.get("name"), "arguments": parsed(arguments)}
+
+
+def parsed(text: str) -> Any:
+    """The JSON value, or None for what is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
