@@ -34,8 +34,11 @@ class KvCacheConfig(StrictModel):
         ge=8,
         le=256,
     )
-    dtype: Literal["auto"] = setting(
-        "auto", "Number format of the cache. auto: the one the model computes in.", status="beta"
+    dtype: Literal["auto", "fp8", "bfloat16", "float16", "float32"] = setting(
+        "auto",
+        "Number format of the cache. fp8: half the memory, with the scales of the checkpoint or 1. "
+        "auto: fp8 where the checkpoint is made for it, else the one the model computes in. "
+        "Any other must be that one.",
     )
 
     @field_validator("tokens_per_block")

@@ -15,6 +15,8 @@ from penstock.types.model_spec import ModelSpec
 
 _GIB = 2**30
 _BF16_ARCH = 80  # first GPU generation with fast bfloat16
+_FP8_ARCH = 89  # first one with 8-bit floats
+_FP8 = "float8_e4m3fn"
 _GPU_ROWS, _CPU_ROWS = 2048, 64
 _GPU_TOKENS, _CPU_TOKENS = 8192, 2048
 _MAX_HOST_THREADS = 8
@@ -48,7 +50,8 @@ def resolve(
     dtype = choices.add("dtype", _dtype(config, spec, device, kind))
     backend = choices.add("attention_backend", _attention(config, device, kind))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
-    block_bytes = kv.tokens_per_block * _cache_bytes_per_token(spec, dtype, tp_size)
+    kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
+    block_bytes = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
     kv_cpu_bytes = 0
     if kind == "cpu":
         kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, device, block_bytes))
@@ -73,7 +76,7 @@ def resolve(
         tokens_per_block=kv.tokens_per_block,
         block_reuse=kv.enable_block_reuse,
         partial_reuse=kv.enable_block_reuse and kv.enable_partial_reuse,
-        kv_dtype=choices.add("kv_dtype", (dtype, "the number format the model computes in")),
+        kv_dtype=kv_dtype,
         kv_max_tokens=kv.max_tokens,
         kv_memory_fraction=kv.free_gpu_memory_fraction,
         kv_cpu_bytes=kv_cpu_bytes,
@@ -127,6 +130,33 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str)
     if spec.dtype == "bfloat16" and device.arch < _BF16_ARCH:
         return "float16", f"sm_{device.arch} has no fast bfloat16"
     return spec.dtype, "the checkpoint's"
+
+
+def _kv_dtype(
+    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, dtype: str
+) -> Reasoned[str]:
+    asked = config.kv_cache_config.dtype
+    made_for = spec.quantization.cache_dtype if spec.quantization is not None else None
+    has_fp8 = kind == "cpu" or device.arch >= _FP8_ARCH
+    if asked == "fp8":
+        if not has_fp8:
+            raise ConfigError(
+                f"kv_cache_config.dtype is fp8, which needs sm_{_FP8_ARCH} or newer; this is "
+                f"sm_{device.arch}, use auto"
+            )
+        return _FP8, "set by kv_cache_config.dtype"
+    if asked != "auto":
+        if asked != dtype:
+            raise ConfigError(
+                f"kv_cache_config.dtype is {asked}, but the model computes in {dtype}; use that, "
+                "fp8 or auto"
+            )
+        return dtype, "set by kv_cache_config.dtype"
+    if made_for is None:
+        return dtype, "the number format the model computes in"
+    if not has_fp8:
+        return dtype, f"sm_{device.arch} has no 8-bit floats, which the checkpoint is made for"
+    return made_for, "the checkpoint is made for it"
 
 
 def _attention(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[str]:

@@ -35,8 +35,8 @@ class EngineConfig(StrictModel):
     model: str = setting(
         DEFAULT_MODEL,
         "Hub id, local folder or GGUF file of the checkpoint, or a name. "
-        f"'{DEFAULT_MODEL}': SmolLM2-135M-Instruct, fetched on first use. 'tiny': made on the "
-        "spot, for trying the server out without a network.",
+        f"'{DEFAULT_MODEL}': SmolLM2-135M-Instruct, fetched on first use. 'tiny': a test "
+        "model of 3.5 M parameters that comes with Penstock, for trying it out without a network.",
         min_length=1,
         max_length=4096,
     )
@@ -159,6 +159,13 @@ class EngineConfig(StrictModel):
     # server
     host: str = setting("localhost", "Address to listen on.", min_length=1, max_length=255)
     port: int = setting(8000, "Port to listen on. 0: a free one.", ge=0, le=65535)
+    num_postprocess_workers: int | None = setting(
+        None,
+        "Processes that serve HTTP on the port, each turning prompts into tokens and tokens into "
+        "events. 0 and 1: one. null: one, with a GPU one for every 4 CPUs and at most 4.",
+        ge=0,
+        le=64,
+    )
     served_model_name: str | None = setting(
         None,
         "Name of the model in the API. null: the model as given.",

@@ -146,8 +146,8 @@ _RUNTIME = {
     ),
     "disable_overlap_scheduler": SUPPORTED,
     "stream_interval": SUPPORTED,
-    "num_postprocess_workers": ignored("the HTTP process turns tokens into text itself", 0),
-    "postprocess_tokenizer_dir": ignored("there are no post-processing workers"),
+    "num_postprocess_workers": SUPPORTED,
+    "postprocess_tokenizer_dir": ignored("every HTTP process uses the model's tokenizer"),
     "batch_wait_timeout_ms": ignored(_NO_WAIT, 0),
     "batch_wait_timeout_iters": ignored(_NO_WAIT, 0),
     "batch_wait_max_tokens_ratio": ignored(_NO_WAIT, 0),
@@ -196,7 +196,6 @@ _KERNELS = {
     ),
 }
 
-_NOT_YET_IN_CACHE = "the cache keeps the model's number format until it can be quantised"
 _CACHE = {
     **_section(
         "kv_cache_config",
@@ -222,7 +221,7 @@ _CACHE = {
             ),
             "iteration_stats_interval": ignored("every step is counted", 1),
             "dtype": Ruling(
-                Verdict.SUPPORTED, dropped=dict.fromkeys(("fp8", "nvfp4"), _NOT_YET_IN_CACHE)
+                Verdict.SUPPORTED, dropped={"nvfp4": "the cache can be fp8, not nvfp4"}
             ),
             "mamba_ssm_cache_dtype": ignored(_NO_MAMBA, "auto"),
             "mamba_ssm_stochastic_rounding": ignored(_NO_MAMBA, False),

@@ -3,6 +3,9 @@
 # T tokens in the step, C hidden size, H query heads and K kv heads of this rank, D head size
 # B cache blocks, S tokens per block
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from penstock.kernels.attention.backend import AttentionParams
@@ -14,6 +17,7 @@ from penstock.layers.handover import converted
 from penstock.layers.linear import QKVLinear, RowLinear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rope import Rope
+from penstock.parallel.parameter import new_parameter
 from penstock.types.cache_spec import FullKV
 
 
@@ -42,7 +46,12 @@ class Attention(nn.Module):
         self.params = AttentionParams(head_size**-0.5, window)
         self.rope = rope
         self.backend = build.attention
-        self.cache_dtype = str(build.dtype).removeprefix("torch.")
+        self.cache_dtype = str(build.cache_dtype).removeprefix("torch.")
+        self.cache_scales = (1.0, 1.0)  # a stored key times the first is the key; the second: value
+        self.has_scales = build.cache_dtype.itemsize == 1
+        if self.has_scales:
+            self.k_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
+            self.v_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
         self.qkv_proj = QKVLinear(
             hidden_size, num_heads, num_kv_heads, head_size, bias=qkv_bias, build=build
         )
@@ -56,6 +65,12 @@ class Attention(nn.Module):
         self.num_kv_heads = self.qkv_proj.num_kv_heads
         self.k_cache_BKSD: Tensor | None = None
         self.v_cache_BKSD: Tensor | None = None
+
+    def finish(self) -> None:
+        """After loading: scales become numbers, that of keys a factor of the scores' scale."""
+        if self.has_scales:
+            k_scale, v_scale = self.cache_scales = float(self.k_scale), float(self.v_scale)
+            self.params = replace(self.params, scale=self.params.scale * k_scale, v_scale=v_scale)
 
     def cache_spec(self) -> FullKV:
         return FullKV(
@@ -80,6 +95,7 @@ class Attention(nn.Module):
             self.k_cache_BKSD,
             self.v_cache_BKSD,
             batch.slots_T,
+            *self.cache_scales,
         )
         out_THD = self.backend.attend(
             q_THD, self.k_cache_BKSD, self.v_cache_BKSD, batch, self.params

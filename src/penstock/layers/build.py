@@ -6,7 +6,7 @@ import torch
 
 from penstock.kernels.attention.backend import AttentionBackend
 from penstock.parallel.mesh import RankMesh
-from penstock.quant.scheme import LinearScheme
+from penstock.quant.scheme import TableScheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,5 +14,6 @@ class Build:
     mesh: RankMesh
     dtype: torch.dtype
     device: torch.device
-    scheme: LinearScheme
+    cache_dtype: torch.dtype  # of keys and values
+    tables: TableScheme  # of the embedding and the head; linear layers are given theirs by name
     attention: AttentionBackend

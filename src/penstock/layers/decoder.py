@@ -78,7 +78,7 @@ class Decoder(nn.Module, ABC):
     def finish(self) -> None:
         """After loading: every layer brings its weights into the form it computes with."""
         for module in self.modules():
-            if isinstance(module, Linear | VocabHead):
+            if isinstance(module, Attention | Linear | VocabEmbedding | VocabHead):
                 module.finish()
 
     def cache_layers(self) -> list[Attention]:

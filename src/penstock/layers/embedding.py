@@ -3,13 +3,11 @@
 # T tokens in the step, L rows that need logits, D hidden size, V vocabulary, W rows of this rank
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from penstock.kernels.gemm import linear, packed
 from penstock.layers.build import Build
 from penstock.parallel.collectives import all_gather, all_reduce
-from penstock.parallel.parameter import new_parameter
-from penstock.parallel.shard import Piece, split_padded, whole
+from penstock.parallel.shard import split_padded, whole
+from penstock.quant.scheme import LinearShape
 
 _ROW_MULTIPLE = 64  # rows are padded to this on every rank: matrix units like full tiles
 
@@ -22,21 +20,25 @@ class VocabEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.ranks = build.mesh.role("vocab")
         rows, num_rows = split_padded(vocab_size, self.ranks.size, self.ranks.rank, _ROW_MULTIPLE)
-        self.first_row = self.ranks.rank * num_rows
-        self.weight = new_parameter(
-            (num_rows, hidden_size),
-            build.dtype,
-            build.device,
-            (Piece((rows, whole(hidden_size))),),
+        self.first_row, self.num_rows = self.ranks.rank * num_rows, num_rows
+        shape = LinearShape(
+            outputs=(rows,),
+            inputs=whole(hidden_size),
+            has_bias=False,
+            num_padding=num_rows - rows.target.size,
         )
-        self.weight.data[rows.target.stop :].zero_()
+        self.scheme = build.tables
+        self.scheme.create(self, shape, build.dtype, build.device)
+
+    def finish(self) -> None:
+        self.scheme.finish_table(self)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         if self.ranks.size == 1:
-            return F.embedding(ids_T, self.weight)
+            return self.scheme.lookup(self, ids_T)
         local_T = ids_T - self.first_row
-        is_here_T = (local_T >= 0) & (local_T < self.weight.shape[0])
-        x_TD = F.embedding(local_T * is_here_T, self.weight) * is_here_T.unsqueeze(-1)
+        is_here_T = (local_T >= 0) & (local_T < self.num_rows)
+        x_TD = self.scheme.lookup(self, local_T * is_here_T) * is_here_T.unsqueeze(-1)
         return all_reduce(x_TD, self.ranks)
 
 
@@ -47,14 +49,13 @@ class VocabHead(nn.Module):
         super().__init__()
         self.vocab_size = table.vocab_size
         self.ranks = table.ranks
-        self.weight: Tensor = table.weight
+        self.scheme = table.scheme
+        self.weight = table.weight
 
     def finish(self) -> None:
         """After loading: a copy of its own where packing pays, the shared table elsewhere."""
-        table = self.weight
-        del self.weight
-        self.weight = packed(table)
+        self.scheme.finish(self)
 
     def forward(self, x_LD: Tensor) -> Tensor:
-        logits_LV = all_gather(linear(x_LD, self.weight), self.ranks)
+        logits_LV = all_gather(self.scheme.apply(self, x_LD, add_bias=False), self.ranks)
         return logits_LV[:, : self.vocab_size].contiguous()

@@ -5,7 +5,16 @@
 from torch import Tensor
 
 from penstock.kernels.activation import silu_mul
-from penstock.kernels.formats import Activation, InputFormat, Plain
+from penstock.kernels.formats import (
+    Activation,
+    Fp8,
+    Fp8Groups,
+    Fp8Rows,
+    Fp8Static,
+    InputFormat,
+    Plain,
+)
+from penstock.kernels.fp8 import quantize_fp8, rms_norm_fp8, silu_mul_fp8
 from penstock.kernels.norm import add_rms_norm, rms_norm
 
 
@@ -18,7 +27,8 @@ def normed(
             if residual_TD is None:
                 return rms_norm(x_TD, weight_D, eps), x_TD
             return add_rms_norm(x_TD, residual_TD, weight_D, eps)
-    raise AssertionError(wanted)
+    values_TD, scale, sum_TD = rms_norm_fp8(x_TD, residual_TD, weight_D, eps, *_scaling(wanted))
+    return Fp8(values_TD, scale), sum_TD
 
 
 def gated(x_T2F: Tensor, wanted: InputFormat) -> Activation:
@@ -26,11 +36,23 @@ def gated(x_T2F: Tensor, wanted: InputFormat) -> Activation:
     match wanted:
         case Plain():
             return silu_mul(x_T2F)
-    raise AssertionError(wanted)
+    return Fp8(*silu_mul_fp8(x_T2F, *_scaling(wanted)))
 
 
 def converted(x_TD: Tensor, wanted: InputFormat) -> Activation:
     match wanted:
         case Plain():
             return x_TD
+    return Fp8(*quantize_fp8(x_TD, *_scaling(wanted)))
+
+
+def _scaling(wanted: InputFormat) -> tuple[Tensor | None, int]:
+    """The scale and the group size that the ops on 8-bit floats take."""
+    match wanted:
+        case Fp8Static(scale_1):
+            return scale_1, 0
+        case Fp8Rows():
+            return None, 0
+        case Fp8Groups(size):
+            return None, size
     raise AssertionError(wanted)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, InputFormat
 from penstock.layers.build import Build
+from penstock.layers.handover import gated
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.shard import Share, Span, split, split_heads, stack_shares, whole
-from penstock.quant.scheme import LinearShape
+from penstock.quant.scheme import LinearScheme, LinearShape
 
 PostOp = Callable[[Activation, Tensor, ForwardBatch], Tensor]
 
@@ -27,9 +28,14 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = LinearShape(outputs=outputs, inputs=inputs, has_bias=bias)
-        self.scheme = build.scheme
-        self.scheme.create(self, self.shape, build.dtype, build.device)
+        self.dtype, self.device = build.dtype, build.device
+        self.scheme: LinearScheme
         self.post_op: PostOp | None = None
+
+    def use(self, scheme: LinearScheme) -> None:
+        """How the numbers are kept; said once the layer's place in the model is known."""
+        self.scheme = scheme
+        scheme.create(self, self.shape, self.dtype, self.device)
 
     def finish(self) -> None:
         """After loading: the parameters are now the scheme's own and no checkpoint fits them."""
@@ -41,6 +47,11 @@ class Linear(nn.Module):
 
     def forward(self, x_TI: Activation, batch: ForwardBatch) -> Tensor:
         return self._multiply(x_TI, batch, add_bias=True)
+
+    def gated(self, x_TI: Activation, wanted: InputFormat, batch: ForwardBatch) -> Activation:
+        """silu(first half of the outputs) * second half, in the form the next layer wants."""
+        short = self.scheme.apply_gated(self, x_TI, wanted) if self.post_op is None else None
+        return gated(self(x_TI, batch), wanted) if short is None else short
 
     def _multiply(self, x_TI: Activation, batch: ForwardBatch, add_bias: bool) -> Tensor:
         y_TO = self.scheme.apply(self, x_TI, add_bias)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, InputFormat
 from penstock.layers.build import Build
-from penstock.layers.handover import gated
 from penstock.layers.linear import ColumnLinear, RowLinear
 
 
@@ -24,4 +23,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TD: Activation, batch: ForwardBatch) -> Tensor:
         wanted = self.down_proj.input_format(batch.num_tokens)
-        return self.down_proj(gated(self.gate_up_proj(x_TD, batch), wanted), batch)
+        return self.down_proj(self.gate_up_proj.gated(x_TD, wanted, batch), batch)

@@ -3,8 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, cast
 
-from penstock.errors import ConfigError
 from penstock.types.model_spec import ModelSpec
+from penstock.weights.mapping import Target
 
 if TYPE_CHECKING:
     import torch
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.kernels.attention.backend import AttentionBackend
     from penstock.layers.decoder import Decoder
     from penstock.parallel.mesh import RankMesh
+    from penstock.quant.choose import Schemes
 
 _MODELS = {
     "LlamaForCausalLM": "penstock.models.llama:LlamaForCausalLM",
@@ -25,28 +26,38 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(_MODELS)
 
 
-def check_supported(spec: ModelSpec) -> None:
-    """Raise before any weights are fetched for a checkpoint that could not be run."""
-    if spec.quantization:
-        method = spec.quantization.get("quant_algo") or spec.quantization.get("quant_method")
-        raise ConfigError(
-            f"the checkpoint is quantised ({method}), which is not supported; "
-            "use the unquantised checkpoint of the same model"
-        )
-
-
 def build_model(
     spec: ModelSpec,
     mesh: "RankMesh",
     dtype: "torch.dtype",
     device: "torch.device",
     attention: "AttentionBackend",
+    schemes: "Schemes | None" = None,
+    cache_dtype: "torch.dtype | None" = None,
 ) -> "Decoder":
-    """This rank's share of the model, its parameters on `device` and not yet filled."""
-    from penstock.layers.build import Build
-    from penstock.quant.none import Unquantized
+    """This rank's share of the model, its parameters on `device` and not yet filled.
 
-    build = Build(mesh=mesh, dtype=dtype, device=device, scheme=Unquantized(), attention=attention)
+    Without `schemes` weights are kept as the checkpoint does; without `cache_dtype` the cache has
+    the model's.
+    """
+    from penstock.layers.build import Build
+    from penstock.layers.linear import Linear
+    from penstock.quant.choose import choose_schemes
+
+    schemes = schemes or choose_schemes(spec.quantization, None, dtype, device)
+    build = Build(
+        mesh=mesh,
+        dtype=dtype,
+        device=device,
+        cache_dtype=cache_dtype or dtype,
+        tables=schemes.tables,
+        attention=attention,
+    )
     module, _, name = _MODELS[spec.architecture].partition(":")
-    model_class = getattr(importlib.import_module(module), name)
-    return cast("Decoder", model_class(spec, build).eval())
+    model = cast("Decoder", getattr(importlib.import_module(module), name)(spec, build).eval())
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear):
+            parts = range(len(layer.shape.outputs))
+            sources = [model.weight_rules.source(Target(name, part)) for part in parts]
+            layer.use(schemes.linear(sources))
+    return model

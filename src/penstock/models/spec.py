@@ -15,7 +15,8 @@ from penstock.errors import ConfigError
 from penstock.hub.gguf import GgufFile, is_gguf
 from penstock.models.gguf import config_of
 from penstock.models.registry import supported_architectures
-from penstock.types.model_spec import ModelSpec, RopeSpec
+from penstock.quant.parse import parse_quantization
+from penstock.types.model_spec import ModelSpec, QuantSpec, RopeSpec
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -274,7 +275,6 @@ def _eos_ids(generation: Mapping[str, Any], config: _Fields, family: _Family) ->
     return tuple(dict.fromkeys(found))
 
 
-def _quantization(folder: Path, config: _Fields) -> dict[str, Any]:
-    """How the checkpoint is quantised, as it says itself; empty when it is not."""
+def _quantization(folder: Path, config: _Fields) -> QuantSpec | None:
     beside = _read_json(folder / "hf_quant_config.json", optional=True).get("quantization")
-    return dict(config.get("quantization_config") or beside or {})
+    return parse_quantization(config.get("quantization_config") or beside or {})

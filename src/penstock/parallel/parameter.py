@@ -1,8 +1,12 @@
 """Parameters that know which checkpoint tensors fill them. Made by layers, filled by `weights/`."""
 
-import torch
-from torch import nn
+import math
+from typing import Protocol
 
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.gemm import Codes, PackedWeight
 from penstock.parallel.shard import Piece, whole
 
 
@@ -10,6 +14,39 @@ class PlacedParameter(nn.Parameter):
     """`pieces[i]` says what the i-th fused checkpoint tensor contributes, and where it lands."""
 
     pieces: tuple[Piece, ...]
+    default: float | None  # where the checkpoint has no such tensor; None: it must
+    typical: tuple[float, float] | None  # mean and spread of random values; None: by shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel() * self.element_size()
+
+
+class Source(Protocol):
+    """A checkpoint tensor that still lies in its file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def read(self, part: tuple[slice, ...]) -> Tensor: ...
+    def read_codes(self, part: tuple[slice, ...]) -> Codes | None: ...
+
+
+class UnreadParameter(PlacedParameter):
+    """Is given the tensors themselves, by part; the scheme that made it reads them as it likes."""
+
+    full_shape: tuple[int, int]  # of the matrix that they make up
+    sources: dict[int, Source]
+    matrix: PackedWeight | Tensor | None  # what was read, for all who share the parameter
+
+    @property
+    def num_bytes(self) -> int:
+        """As stored, of this rank's share."""
+        return sum(
+            source.num_bytes * self.pieces[part].num_values // math.prod(source.shape)
+            for part, source in self.sources.items()
+        )
 
 
 def new_parameter(
@@ -17,9 +54,22 @@ def new_parameter(
     dtype: torch.dtype,
     device: torch.device,
     pieces: tuple[Piece, ...] | None = None,
+    *,
+    default: float | None = None,
+    typical: tuple[float, float] | None = None,
 ) -> PlacedParameter:
     """Not yet filled; without `pieces` one checkpoint tensor of the same shape fills all of it."""
     empty = torch.empty(shape, dtype=dtype, device=device)
     parameter = PlacedParameter(empty, requires_grad=False)
     parameter.pieces = pieces or (Piece(tuple(whole(size) for size in shape)),)
+    parameter.default, parameter.typical = default, typical
+    return parameter
+
+
+def unread_parameter(shape: tuple[int, int], pieces: tuple[Piece, ...]) -> UnreadParameter:
+    """Holds no numbers, only what loading finds for `pieces`."""
+    parameter = UnreadParameter(torch.empty(0), requires_grad=False)
+    parameter.full_shape, parameter.pieces = shape, pieces
+    parameter.default = parameter.typical = None
+    parameter.sources, parameter.matrix = {}, None
     return parameter

@@ -4,6 +4,7 @@
 which rectangle of a parameter; layers state it, `weights/` obeys it.
 """
 
+import math
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError
@@ -49,6 +50,10 @@ class Piece:
     @property
     def target(self) -> tuple[slice, ...]:
         return tuple(share.target.slice for share in self.shares)
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(share.source.size for share in self.shares)
 
     @property
     def is_empty(self) -> bool:

@@ -8,16 +8,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
 from penstock import log
 from penstock.config.run import RunConfig
+from penstock.kernels import native
 from penstock.kernels.attention.backend import get_backend
 from penstock.layers.decoder import Decoder
 from penstock.models.registry import build_model
 from penstock.parallel.mesh import RankMesh
+from penstock.parallel.parameter import PlacedParameter
+from penstock.quant.choose import choose_schemes
 from penstock.runtime.batch import Rows
 from penstock.runtime.graphs import CudaGraphs
 from penstock.runtime.kv_tensors import KVTensors, bytes_per_block
@@ -65,16 +69,22 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
     """This rank's weights on its device, and how many cache blocks fit beside them."""
     torch.set_num_threads(config.num_threads)
     device = rank_device(config, mesh.rank)
+    if device.type == "cpu":
+        with timeline.phase("prepare native ops"):
+            native.set_num_threads(config.num_threads)
     with timeline.phase("build model"):
         dtype = getattr(torch, config.dtype)
         backend = get_backend(config.attention_backend)
-        model = build_model(spec, mesh, dtype, device, backend)
+        path, is_dummy = Path(config.model_path), config.load_format == "dummy"
+        schemes = choose_schemes(spec.quantization, None if is_dummy else path, dtype, device)
+        cache_dtype = getattr(torch, config.kv_dtype)
+        model = build_model(spec, mesh, dtype, device, backend, schemes, cache_dtype)
     with timeline.phase("load weights"), torch.inference_mode():
-        if config.load_format == "dummy":
+        if is_dummy:
             dummy_weights(model, config.seed)
         else:
-            load_weights(model, Path(config.model_path), spec, mesh, progress=mesh.rank == 0)
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+            load_weights(model, path, spec, mesh, progress=mesh.rank == 0)
+        weights = sum(cast(PlacedParameter, p).num_bytes for p in model.parameters())
         model.finish()
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -11,7 +11,7 @@ class FullKV:
 
     num_kv_heads: int  # on this rank
     head_size: int
-    dtype: str  # "bfloat16", "float16", "float32"
+    dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn"
 
     def bytes_per_token(self) -> int:
         return 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]

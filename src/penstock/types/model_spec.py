@@ -1,7 +1,6 @@
 """`ModelSpec`: the HF config parsed once into typed fields; the raw config is read nowhere else."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +20,24 @@ class RopeSpec:
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Spec:
+    """Matrices of 8-bit floats (e4m3), and inputs of the same kind to multiply them with."""
+
+    weights: str  # a scale per "tensor", "channel" (output) or "block" (128 x 128)
+    inputs: str  # "static": one, from the checkpoint; found by the values: per "row", per "group"
+    scale_name: str = "weight_scale"  # of the tensor with the scales of a weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantSpec:
+    """How a checkpoint is quantised."""
+
+    format: Fp8Spec | None  # of the linear layers; None: they are not quantised
+    excluded: tuple[str, ...] = ()  # patterns of the modules that are not quantised
+    cache_dtype: str | None = None  # what it has scales for; None: it says nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +66,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
-    quantization: dict[str, Any] = field(default_factory=dict)
+    quantization: QuantSpec | None = None
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens this layer's attention sees, itself included; None: all of them."""

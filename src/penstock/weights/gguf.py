@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under the names of HF checkpoints, unpacked as they are read."""
+"""Tensors of a GGUF file under the names of HF checkpoints, as codes or unpacked when read."""
 
 import re
 from collections.abc import Iterator
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.hub.gguf import GgufFile, GgufTensor
+from penstock.kernels.gemm import Codes
+from penstock.weights.gguf_codes import codes_of
 from penstock.weights.stored import StoredTensor
 
 _WHOLE = {
@@ -91,8 +93,21 @@ class _Rows:
             values = self._unpack(self.packed)[0]
             values = values if self.order is None else values[self.order]
             return torch.from_numpy(values[part[0]])
-        lines = self.packed[part[0]] if self.order is None else self.packed[self.order[part[0]]]
-        return torch.from_numpy(np.ascontiguousarray(self._unpack(lines)[:, part[1]]))
+        return torch.from_numpy(
+            np.ascontiguousarray(self._unpack(self._lines(part[0]))[:, part[1]])
+        )
+
+    def codes(self, part: tuple[slice, ...]) -> Codes | None:
+        """A part that begins or ends inside a block has none of its own."""
+        values, size = gguf.GGML_QUANT_SIZES[self.kind]
+        columns = range(*part[-1].indices(self.shape[-1]))
+        if len(self.shape) != 2 or columns.start % values or columns.stop % values:
+            return None
+        blocks = slice(columns.start // values * size, columns.stop // values * size)
+        return codes_of(self._lines(part[0])[:, blocks], self.kind)
+
+    def _lines(self, rows: slice) -> NDArray[np.uint8]:
+        return self.packed[rows] if self.order is None else self.packed[self.order[rows]]
 
     def _unpack(self, lines: NDArray[np.uint8]) -> NDArray[np.float32]:
         if self.kind == gguf.GGMLQuantizationType.F32:

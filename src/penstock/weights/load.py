@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import RankMesh
-from penstock.parallel.parameter import PlacedParameter
+from penstock.parallel.parameter import PlacedParameter, UnreadParameter
 from penstock.parallel.shard import Piece
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import Rules, Target
@@ -58,15 +58,21 @@ def load_weights(
         if target is None or target.parameter in shared:  # tied: its other name fills it
             continue
         if target not in waiting:
-            unexpected.append(tensor.name)
+            if not model.weight_rules.is_spare(tensor.name):
+                unexpected.append(tensor.name)
             continue
         _copy(tensor, parameters[target.parameter], target.part)
         waiting.remove(target)
-    missing = sorted(model.weight_rules.source(target) for target in waiting)
+    missing = []
+    for target in waiting:
+        if (default := _placed(parameters[target.parameter]).default) is None:
+            missing.append(model.weight_rules.source(target))
+        else:
+            parameters[target.parameter].fill_(default)
     if missing or unexpected:
         raise ConfigError(
             f"the weights in '{folder}' are not those of {spec.architecture} as config.json "
-            f"describes it; missing: {_listed(missing)}; unexpected: {_listed(unexpected)}"
+            f"describes it; missing: {_listed(sorted(missing))}; unexpected: {_listed(unexpected)}"
         )
 
 
@@ -82,34 +88,66 @@ def dummy_weights(model: LoadableModel, seed: int) -> None:
         device = parameter.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
-        if name.endswith("bias"):
+        if (typical := _typical(parameter)) is not None:
+            mean, spread = typical
+        elif name.endswith("bias"):
             mean, spread = 0.0, _BIAS_SPREAD
         elif parameter.ndim == 1:
             mean, spread = 1.0, _NORM_SPREAD
         else:
             mean, spread = 0.0, 1 / math.sqrt(parameter.shape[-1])
-        parameter.normal_(mean, spread, generator=generators[device])
+        _fill(parameter, mean, spread, generators[device])
+
+
+def _typical(parameter: nn.Parameter) -> tuple[float, float] | None:
+    placed = _placed(parameter)
+    return placed.typical or (None if placed.default is None else (placed.default, 0.0))
+
+
+def _fill(parameter: Tensor, mean: float, spread: float, generator: torch.Generator) -> None:
+    if parameter.dtype.itemsize > 1:
+        parameter.normal_(mean, spread, generator=generator)
+        return
+    # No 8-bit float is ever drawn; beyond its largest it would become NaN.
+    largest = torch.finfo(parameter.dtype).max
+    drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
+    parameter.copy_(drawn.normal_(mean, spread, generator=generator).clamp_(-largest, largest))
 
 
 def _copy(tensor: StoredTensor, parameter: nn.Parameter, part: int) -> None:
     piece = _pieces(parameter)[part]
-    if tensor.shape != piece.full_shape:
+    if _squeezed(tensor.shape) != _squeezed(piece.full_shape):
         raise ConfigError(
             f"tensor '{tensor.name}' has shape {list(tensor.shape)}, "
             f"config.json asks for {list(piece.full_shape)}"
         )
-    if not tensor.is_float:
+    if not tensor.fits(parameter.dtype):
+        is_fp8 = parameter.dtype == torch.float8_e4m3fn
+        expected = "its quantisation asks for F8_E4M3" if is_fp8 else "config.json asks for floats"
         raise ConfigError(
-            f"tensor '{tensor.name}' is stored as {tensor.dtype}, but config.json does not say how "
-            "the checkpoint is quantised"
+            f"tensor '{tensor.name}' is stored as {tensor.dtype}, but {expected}; the checkpoint "
+            "does not say how (or which of) its layers are quantised"
         )
-    if not piece.is_empty:
+    if isinstance(parameter, UnreadParameter):
+        parameter.sources[part] = tensor
+    elif tensor.shape != piece.full_shape:  # a scale that is [] in one dialect and [1] in another
+        whole = tensor.read(tuple(slice(None) for _ in tensor.shape))
+        parameter[piece.target].copy_(whole.reshape(piece.full_shape)[piece.source])
+    elif not piece.is_empty:
         parameter[piece.target].copy_(tensor.read(piece.source))
 
 
-def _pieces(parameter: nn.Parameter) -> tuple[Piece, ...]:
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _placed(parameter: nn.Parameter) -> PlacedParameter:
     assert isinstance(parameter, PlacedParameter)
-    return parameter.pieces
+    return parameter
+
+
+def _pieces(parameter: nn.Parameter) -> tuple[Piece, ...]:
+    return _placed(parameter).pieces
 
 
 def _watched(

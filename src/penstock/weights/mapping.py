@@ -28,7 +28,12 @@ class Skip:
     suffix: str
 
 
-Rule = Rename | Fuse | Skip
+@dataclass(frozen=True, slots=True)
+class Spare:
+    suffix: str
+
+
+Rule = Rename | Fuse | Skip | Spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,12 @@ class Rules:
                             name, part = _replace(name, source, into), index
                             break
         return Target(name, part)
+
+    def is_spare(self, name: str) -> bool:
+        """Whether a model may have no use for the tensor called `name`."""
+        return any(
+            isinstance(rule, Spare) and _has(name, rule.suffix, at_end=True) for rule in self.table
+        )
 
     def source(self, target: Target) -> str:
         """What the checkpoint calls the tensor that fills `target`: `target` read backwards."""
@@ -86,6 +97,11 @@ def skip(suffix: str) -> Skip:
     return Skip(suffix)
 
 
+def spare(suffix: str) -> Spare:
+    """Tensors whose name ends in `suffix` stay in the file where no parameter waits for them."""
+    return Spare(suffix)
+
+
 def _has(name: str, words: str, at_end: bool = False) -> bool:
     return f".{words}." in f".{name}." if not at_end else f".{name}".endswith(f".{words}")
 
@@ -103,4 +119,8 @@ DECODER_NAMES = rules(
     rename("self_attn", "attention"),
     rename("input_layernorm", "input_norm"),
     rename("post_attention_layernorm", "post_norm"),
+    rename("k_proj.k_scale", "k_scale"),
+    rename("v_proj.v_scale", "v_scale"),
+    spare("k_scale"),  # of a cache of 8-bit floats, which this run may not have
+    spare("v_scale"),
 )

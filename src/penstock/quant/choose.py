@@ -1,0 +1,51 @@
+"""Which scheme each of a model's layers gets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.hub.gguf import is_gguf
+from penstock.kernels.native import library
+from penstock.quant.fp8 import Fp8Scheme
+from penstock.quant.none import Unquantized
+from penstock.quant.packed import PackedCodes
+from penstock.quant.parse import is_excluded
+from penstock.quant.scheme import LinearScheme, TableScheme
+from penstock.types.model_spec import Fp8Spec, QuantSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Schemes:
+    """`linear` is asked with the names that the checkpoint has for the parts of a layer."""
+
+    tables: TableScheme  # of embedding and head
+    linear: Callable[[Sequence[str]], LinearScheme]
+
+
+def choose_schemes(
+    quantization: QuantSpec | None, path: Path | None, dtype: torch.dtype, device: torch.device
+) -> Schemes:
+    """`path` is where the weights are read from, if they are.
+
+    Codes of a GGUF file stay packed where there is a kernel that multiplies them; elsewhere they
+    are unpacked while loading.
+    """
+    plain = Unquantized()
+    is_exact = device.type == "cpu" and dtype is torch.float32
+    if path is not None and is_exact and is_gguf(path) and library() is not None:
+        packed = PackedCodes()
+        return Schemes(tables=packed, linear=lambda names: packed)
+    if quantization is None or quantization.format is None:
+        return Schemes(tables=plain, linear=lambda names: plain)
+    scheme = _scheme(quantization.format)
+    return Schemes(
+        tables=plain, linear=lambda names: plain if is_excluded(quantization, names) else scheme
+    )
+
+
+def _scheme(format: Fp8Spec) -> LinearScheme:
+    match format:
+        case Fp8Spec():
+            return Fp8Scheme(format)

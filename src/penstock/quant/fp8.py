@@ -1,0 +1,143 @@
+"""The scheme of 8-bit floats: weights as the checkpoint stores them, inputs of the same kind.
+
+Matrices that are fused keep their own scales. Where those of whole tensors differ, each output gets
+that of its matrix: the numbers stay those of the checkpoint, and a product with a scale per output
+costs no more than one with a single scale.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.kernels.formats import (
+    Activation,
+    Fp8,
+    Fp8Groups,
+    Fp8Rows,
+    Fp8Static,
+    InputFormat,
+    Plain,
+)
+from penstock.kernels.fp8 import BLOCK, fp8_linear
+from penstock.kernels.gemm import gated_linear
+from penstock.parallel.parameter import PlacedParameter, new_parameter
+from penstock.parallel.shard import Piece, Share, Span
+from penstock.quant.scheme import LinearShape, create_bias, gates_with_product, matrix_pieces
+from penstock.types.model_spec import Fp8Spec
+
+_DUMMY_SPREAD = 64.0  # of random 8-bit weights: seven times this is the largest number
+_DUMMY_INPUT_SCALE = 16 / 448  # random models have activations around one
+
+
+class Fp8Scheme:
+    def __init__(self, spec: Fp8Spec) -> None:
+        self._spec = spec
+
+    def create(
+        self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert shape.num_padding == 0, shape
+        layer.weight = new_parameter(
+            (shape.num_outputs, shape.num_inputs),
+            torch.float8_e4m3fn,
+            device,
+            matrix_pieces(shape),
+            typical=(0.0, _DUMMY_SPREAD),
+        )
+        setattr(layer, self._spec.scale_name, self._weight_scale(shape, device))
+        if self._spec.inputs == "static":
+            layer.input_scale = _scale_per_part(shape, device, _DUMMY_INPUT_SCALE)
+        create_bias(layer, shape, dtype, device)
+
+    def finish(self, layer: Any) -> None:
+        weight, scale = layer.weight.detach(), getattr(layer, self._spec.scale_name).detach()
+        del layer.weight
+        delattr(layer, self._spec.scale_name)
+        if self._spec.weights == "tensor":
+            if (scale == scale[0]).all():
+                scale = scale[:1]
+            else:
+                sizes = [outputs.target.size for outputs in layer.shape.outputs]
+                scale = scale.repeat_interleave(torch.tensor(sizes, device=scale.device))
+        layer.weight, layer.weight_scale = weight, scale.contiguous()
+        if self._spec.inputs == "static":
+            # All parts have the same input; the largest of their scales lets nothing overflow.
+            input_scale = layer.input_scale.detach().amax(0, keepdim=True)
+            del layer.input_scale
+            layer.input_scale = input_scale
+
+    def input_format(self, layer: Any, num_tokens: int) -> InputFormat:
+        match self._spec.inputs:
+            case "static":
+                return Fp8Static(layer.input_scale)
+            case "row":
+                return Fp8Rows()
+            case "group":
+                return Fp8Groups(BLOCK)
+        raise AssertionError(self._spec)
+
+    def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
+        assert isinstance(x_TI, Fp8)
+        bias = layer.bias if add_bias else None
+        return fp8_linear(
+            x_TI.values_TD, x_TI.scale, layer.weight, layer.weight_scale, bias, layer.dtype
+        )
+
+    def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
+        assert isinstance(x_TI, Fp8)
+        is_few = gates_with_product(layer, x_TI.values_TD.shape[0])
+        if not is_few or layer.weight_scale.dim() == 2 or not isinstance(wanted, Plain | Fp8Static):
+            return None
+        out_scale_1 = wanted.scale_1 if isinstance(wanted, Fp8Static) else None
+        y_TF = gated_linear(
+            x_TI.values_TD, x_TI.scale, layer.weight, layer.weight_scale, layer.bias, layer.dtype,
+            out_scale_1,
+        )  # fmt: skip
+        return y_TF if out_scale_1 is None else Fp8(y_TF, out_scale_1)
+
+    def _weight_scale(self, shape: LinearShape, device: torch.device) -> PlacedParameter:
+        dummy = 1 / (_DUMMY_SPREAD * math.sqrt(shape.num_inputs))
+        match self._spec.weights:
+            case "tensor":
+                return _scale_per_part(shape, device, dummy)
+            case "channel":
+                pieces = tuple(Piece((outputs,)) for outputs in shape.outputs)
+                size: tuple[int, ...] = (shape.num_outputs,)
+            case "block":
+                inputs = _in_blocks(shape.inputs)
+                pieces = tuple(Piece((_in_blocks(outputs), inputs)) for outputs in shape.outputs)
+                size = (pieces[-1].shares[0].target.stop, inputs.target.size)
+            case _:
+                raise AssertionError(self._spec)
+        return new_parameter(size, torch.float32, device, pieces, typical=(dummy, 0.0))
+
+
+def _scale_per_part(shape: LinearShape, device: torch.device, dummy: float) -> PlacedParameter:
+    """One number for each of the fused matrices."""
+    num_parts = len(shape.outputs)
+    pieces = tuple(
+        Piece((Share(full_size=1, source=Span(0, 1), target=Span(part, 1)),))
+        for part in range(num_parts)
+    )
+    return new_parameter((num_parts,), torch.float32, device, pieces, typical=(dummy, 0.0))
+
+
+def _in_blocks(share: Share) -> Share:
+    """The same share, counted in blocks."""
+    source, target = share.source, share.target
+    ends_whole = source.size % BLOCK == 0 or source.stop == share.full_size
+    if source.start % BLOCK or target.start % BLOCK or not ends_whole:
+        raise ConfigError(
+            f"the checkpoint has scales for blocks of {BLOCK} x {BLOCK}, and a rank's share of a "
+            f"layer, {source.start} to {source.stop} of {share.full_size}, cuts through one; use a "
+            "smaller tensor_parallel_size"
+        )
+    num_blocks = -(-source.size // BLOCK)
+    return Share(
+        full_size=-(-share.full_size // BLOCK),
+        source=Span(source.start // BLOCK, num_blocks),
+        target=Span(target.start // BLOCK, num_blocks),
+    )
