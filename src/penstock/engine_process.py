@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -26,17 +27,18 @@ from penstock.hub.folder import local_folder
 from penstock.ipc import channel
 from penstock.ipc.messages import (
     PROTOCOL_VERSION,
+    ClientLeft,
     Deltas,
     EngineInfo,
     Fatal,
     Hello,
     Message,
     Ready,
+    Submit,
     ToEngine,
 )
 from penstock.ipc.process import on_parent_exit, read_task
 from penstock.kernels.device import probe
-from penstock.models.registry import check_supported
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.build import LoadedRank, Timeline, finish_rank, load_rank, rank_device
@@ -58,6 +60,8 @@ class Mailbox:
     def __init__(self, address: str) -> None:
         self._receiver = channel.Receiver(address, ToEngine)
         self._clients: dict[int, channel.Sender] = {}
+        self._gone: set[int] = set()
+        self._unsaid: deque[ClientLeft] = deque()  # what we found out ourselves
         self._info: EngineInfo | None = None
 
     def open(self, info: EngineInfo) -> None:
@@ -66,13 +70,24 @@ class Mailbox:
         self.broadcast(Ready(info=info))
 
     def receive(self, timeout_ms: int) -> Message | None:
-        message = self._receiver.receive(timeout_ms)
-        while isinstance(message, Hello):
-            self._greet(message)
-            message = self._receiver.receive(0)
-        return message  # type: ignore[no-any-return]
+        while True:
+            if self._unsaid:
+                return self._unsaid.popleft()
+            message: Message | None = self._receiver.receive(timeout_ms)
+            match message:
+                case Hello():
+                    self._greet(message)
+                case Submit(requests=requests) if client_of(requests[0].id) not in self._clients:
+                    pass  # on its way when its client left
+                case ClientLeft(client_id=client_id):
+                    self._drop(client_id)
+                case _:
+                    return message
+            timeout_ms = 0
 
     def _greet(self, hello: Hello) -> None:
+        if hello.client_id in self._gone:
+            return
         if hello.version != PROTOCOL_VERSION:
             _log.error("front end speaks protocol %d, not %d", hello.version, PROTOCOL_VERSION)
             return
@@ -88,7 +103,14 @@ class Mailbox:
             client.send(message)
         except channel.ChannelFull:
             _log.error("front end %d has stopped reading and is dropped", client_id)
+            self._drop(client_id)
+
+    def _drop(self, client_id: int) -> None:
+        """Nobody reads what its requests make, so the loop must end them."""
+        if client_id in self._clients:
             self._clients.pop(client_id).close()
+        self._gone.add(client_id)
+        self._unsaid.append(ClientLeft(client_id=client_id))
 
     def broadcast(self, message: Message) -> None:
         for client_id in list(self._clients):
@@ -105,7 +127,6 @@ class Engine:
         with timeline.phase("find model"):
             folder = local_folder(config.model, config.revision, weights=False)
             self.spec = parse_model_spec(folder, config.model_kwargs)
-            check_supported(self.spec)
             self.config = resolve(config, self.spec, probe(), str(folder))
         if self.config.load_format != "dummy":
             with timeline.phase("fetch weights"):

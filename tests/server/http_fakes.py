@@ -11,9 +11,10 @@ import uvicorn
 
 from penstock.config.schema import EngineConfig
 from penstock.errors import CapacityError, RequestError
+from penstock.frontend.pipeline import Reader
 from penstock.ipc.messages import EngineInfo
 from penstock.server.app import build_app
-from penstock.server.http import BoundedHttp
+from penstock.server.http import StreamingHttp
 from penstock.server.launch import bind
 from penstock.text.chat import SIMPLE_TEMPLATE, ChatTemplate
 from penstock.text.tokenizer import Tokenizer, check_length
@@ -152,9 +153,19 @@ class FakeGeneration:
         self._sampling = given.sampling
         self._words = text or ""
         self._open = True
+        self._pushing: asyncio.Task[None] | None = None
         pipeline.num_open += 1
 
+    def push_to(self, reader: Reader) -> None:
+        async def push() -> None:
+            async for delta in self:
+                reader.take(delta)
+
+        self._pushing = asyncio.create_task(push())
+
     async def aclose(self) -> None:
+        if self._pushing is not None:
+            self._pushing.cancel()
         if self._open:
             self._open = False
             self._pipeline.num_open -= 1
@@ -233,7 +244,7 @@ def running_server(pipeline: FakePipeline, **settings: object) -> Iterator[Simpl
             app,
             lifespan="off",
             loop="uvloop",
-            http=BoundedHttp,
+            http=StreamingHttp,
             ws="none",
             log_config=None,
             access_log=False,

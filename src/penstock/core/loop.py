@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from penstock.core.scheduler import Scheduler
-from penstock.ipc.messages import Abort, Deltas, Message, Stats, Submit
+from penstock.ipc.messages import Abort, ClientLeft, Deltas, Message, Stats, Submit
 from penstock.types.outputs import TokenDelta
 from penstock.types.request import client_of
 from penstock.types.stats import EngineCounters, IterationStats
@@ -107,6 +107,8 @@ class EngineLoop:
                     ended = [self._scheduler.add(request) for request in requests]
                 case Abort(request_ids=ids):
                     ended = [self._scheduler.abort(request_id) for request_id in ids]
+                case ClientLeft(client_id=client_id):
+                    ended = self._scheduler.abort_client(client_id)
                 case _:
                     raise AssertionError(f"{type(message).__name__} is not for the loop")
             self._publish([delta for delta in ended if delta is not None])

@@ -17,7 +17,7 @@ from penstock.core.policy import WaitingQueue, may_start, most_tokens
 from penstock.core.sequence import Sequence, State
 from penstock.core.stop import finish_reason
 from penstock.types.outputs import TokenDelta, TokenLogprob
-from penstock.types.request import FinishReason, Request
+from penstock.types.request import FinishReason, Request, client_of
 from penstock.types.stats import EngineCounters
 from penstock.types.step import FROM_DEVICE, StepPlan, StepResult
 
@@ -76,6 +76,10 @@ class Scheduler:
             return None
         self._counters.aborted += 1
         return self._close(seq, FinishReason.ABORT)
+
+    def abort_client(self, client_id: int) -> list[TokenDelta | None]:
+        """End every request of a front end that is gone."""
+        return [self.abort(one) for one in list(self._by_id) if client_of(one) == client_id]
 
     def fail_all(self, message: str) -> list[TokenDelta]:
         """End every open request; the device is gone."""

@@ -83,7 +83,11 @@ class _Link:
 
 
 class EngineClient:
-    """Must be made inside the running event loop it will be used in."""
+    """Must be made inside the running event loop it will be used in.
+
+    Where several front ends share the engines, `open_elsewhere` is the number of requests that the
+    others hold and `tell_open` tells them ours: the bound on open requests is one for all.
+    """
 
     def __init__(
         self,
@@ -92,12 +96,16 @@ class EngineClient:
         *,
         client_id: int = 1,
         max_stats_len: int = 1000,
+        open_elsewhere: Callable[[], int] = lambda: 0,
+        tell_open: Callable[[int], None] = lambda num_open: None,
         silence_limit_s: float = SILENCE_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client_id = client_id
         self._serial = itertools.count()
+        self._open_elsewhere = open_elsewhere
+        self._tell_open = tell_open
         self._silence_limit_s = silence_limit_s
         self._clock = clock
         self._links = [
@@ -169,6 +177,7 @@ class EngineClient:
             link.last_heard = self._clock()  # an idle engine need not have said anything
         for request in requests:
             link.sinks[request.id] = sink
+        self._tell_open(self.num_open)
 
     def abort(self, ids: Iterable[int]) -> None:
         """End these requests now; unknown and ended ones are ignored."""
@@ -182,6 +191,7 @@ class EngineClient:
                 link.sender.send(Abort(request_ids=tuple(mine)))
             except ChannelFull as error:
                 _log.warning("abort of %d requests: %s", len(mine), error)
+        self._tell_open(self.num_open)
 
     def engine_died(self, index: int, message: str) -> None:
         """From any thread: engine `index` has ended by itself."""
@@ -213,14 +223,14 @@ class EngineClient:
         up = [link for link in self._links if link.is_up]
         if not up:
             raise WorkerDied(self._links[0].failure or "the engine is not ready yet")
-        link = min(up, key=lambda link: len(link.sinks))
-        max_queued = link.ready.result().max_queued
-        if len(link.sinks) + num_requests > max_queued:
+        max_queued = self.info.max_queued * len(up)
+        num_open = self.num_open + self._open_elsewhere()
+        if num_open + num_requests > max_queued:
             raise CapacityError(
-                f"{len(link.sinks)} requests are open and at most {max_queued} may be; try again "
-                "later or raise max_queued_requests"
+                f"{num_open} requests are open and at most {max_queued} may be; try again later or "
+                "raise max_queued_requests"
             )
-        return link
+        return min(up, key=lambda link: len(link.sinks))
 
     async def _listen(self, link: _Link) -> None:
         try:
@@ -238,6 +248,7 @@ class EngineClient:
             case Deltas(deltas=deltas):
                 for delta in deltas:
                     link.deliver(delta)
+                self._tell_open(self.num_open)
             case Stats(counters=counters, iterations=iterations):
                 link.counters = counters
                 link.iterations.extend(iterations)

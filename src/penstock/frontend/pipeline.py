@@ -7,9 +7,10 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
+
+from msgspec.structs import replace
 
 from penstock.errors import RequestError
 from penstock.frontend.client import EngineClient
@@ -103,10 +104,20 @@ class GenerationPipeline:
         return self.chat_template.render(ask.messages, ask.chat, max_chars)
 
 
-class Generation:
-    """A running request: iterate for the text deltas of all samples, each until its `finish`.
+class Reader(Protocol):
+    """Who is handed deltas as they arrive. Neither method may raise."""
 
-    Closing it, leaving its `async with`, or cancelling whoever iterates aborts what still runs.
+    def take(self, delta: TextDelta) -> None: ...
+
+    def fail(self, bug: Exception) -> None:
+        """No more deltas come: we made a mistake."""
+
+
+class Generation:
+    """A running request: the text deltas of all samples, each until its `finish`.
+
+    Iterate over them, or have them handed over with `push_to`. Closing it, leaving its `async
+    with`, or cancelling whoever iterates aborts what still runs.
     """
 
     def __init__(
@@ -124,6 +135,7 @@ class Generation:
         self._sampling = sampling
         self._must_rank = len(samples) > sampling.n
         self._ready: deque[TextDelta] = deque()
+        self._reader: Reader | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._bug: Exception | None = None
         self._open = {request.id: sample for request, sample in zip(requests, samples, strict=True)}
@@ -145,12 +157,27 @@ class Generation:
                 self._waiter = None
         if self._bug is not None:
             raise self._bug
-        if self._must_rank:
-            self._must_rank = False
-            self._ready = deque(_best(self._ready, self._sampling))
+        self._rank()
         if not self._ready:
             raise StopAsyncIteration
         return self._ready.popleft()
+
+    def push_to(self, reader: Reader) -> None:
+        """Hand over every delta in the call that brings it, which spares a task switch for each."""
+        self._reader = reader
+        self._push()
+
+    def hold(self) -> None:
+        """The reader is slow: gather tokens until `release`, as ids and not as deltas."""
+        for sample in self._open.values():
+            sample.is_held = True
+
+    def release(self) -> None:
+        for sample in self._open.values():
+            sample.is_held = False
+            if (delta := sample.catch_up()) is not None:
+                self._ready.append(delta)
+        self._push()
 
     async def __aenter__(self) -> Self:
         return self
@@ -168,11 +195,12 @@ class Generation:
         self._client.abort(list(self._open))
 
     async def aclose(self) -> None:
-        """Abort what still runs; iterating ends."""
+        """Abort what still runs; iterating ends, a reader hears no more."""
+        self._reader = None
         self._drop()
 
     def _take(self, delta: TokenDelta) -> None:
-        """A delta has arrived: make its text, and wake the reader if there is something to read."""
+        """A delta has arrived: make its text and pass it on."""
         sample = self._open.get(delta.request_id)
         if sample is None:
             return  # a stop string ended it before this arrived
@@ -188,7 +216,24 @@ class Generation:
                 del self._open[delta.request_id]
                 if delta.finish is None:
                     self._client.abort([delta.request_id])
-        self._wake()
+        self._push()
+
+    def _push(self) -> None:
+        """To the reader, or wake who iterates, if there is something to read."""
+        reader = self._reader
+        if reader is None:
+            self._wake()
+        elif self._bug is not None:
+            reader.fail(self._bug)
+        elif self._has_news():
+            self._rank()
+            while self._ready:
+                reader.take(self._ready.popleft())
+
+    def _rank(self) -> None:
+        if self._must_rank:
+            self._must_rank = False
+            self._ready = deque(_best(self._ready, self._sampling))
 
     def _has_news(self) -> bool:
         return not self._open or (bool(self._ready) and not self._must_rank)

@@ -22,6 +22,7 @@ class Sample:
         interval: int | None,
     ) -> None:
         self.is_done = False
+        self.is_held = False  # nothing but the finish is sent; `catch_up` sends the rest
         self._index = index
         self._sampling = sampling
         self._interval = interval
@@ -63,6 +64,10 @@ class Sample:
             return self._send(delta.finish, delta.stop_id if is_asked else None, delta.error)
         return self._send(None) if self._is_due() else None
 
+    def catch_up(self) -> TextDelta | None:
+        """What became due while it was held."""
+        return self._send(None) if self._is_due() else None
+
     def _search(self, ids: tuple[int, ...], stops: StopStrings, is_last: bool) -> tuple[int, ...]:
         """Add the tokens' text; returns those up to the one that completes a stop string."""
         assert self._detokenizer is not None
@@ -79,7 +84,7 @@ class Sample:
         return ids
 
     def _is_due(self) -> bool:
-        if self._interval is None or self._num_tokens == self._num_sent:
+        if self._interval is None or self.is_held or self._num_tokens == self._num_sent:
             return False
         is_first = self._num_sent == 0
         return is_first or self._num_tokens // self._interval > self._num_sent // self._interval

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.config.schema import EngineConfig
@@ -11,35 +12,80 @@ from penstock.frontend.client import EngineClient
 from penstock.frontend.engine import EngineHandle
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.hub.folder import local_folder
+from penstock.ipc.channel import folder_of
 from penstock.text.chat import ChatTemplate, read_chat_template
 from penstock.text.tokenizer import Tokenizer
 
 
 async def start_pipeline(config: EngineConfig) -> tuple[GenerationPipeline, EngineHandle]:
-    """A pipeline whose engine is ready. Hand both to `stop_pipeline` in the end.
+    """A pipeline with an engine of its own, ready. Hand both to `stop_pipeline` in the end."""
+    folder = await asyncio.to_thread(tokenizer_folder, config)
+    handle = EngineHandle()
+    return await start_engine(config, folder, handle), handle
+
+
+async def start_engine(
+    config: EngineConfig,
+    folder: Path | None,
+    handle: EngineHandle,
+    open_elsewhere: Callable[[], int] = lambda: 0,
+    tell_open: Callable[[int], None] = lambda num_open: None,
+) -> GenerationPipeline:
+    """The pipeline of the front end that owns the engine; `folder` is the tokenizer's.
 
     The tokenizer is loaded while the engine starts; if either fails, nothing is left behind.
     """
-    tokenizer_folder = await asyncio.to_thread(_tokenizer_folder, config)
-    handle = EngineHandle()
     client = EngineClient(
-        [handle.address], handle.socket_folder, max_stats_len=config.max_stats_len
+        [handle.address],
+        handle.socket_folder,
+        max_stats_len=config.max_stats_len,
+        open_elsewhere=open_elsewhere,
+        tell_open=tell_open,
     )
     try:
         handle.start(config.model_dump(mode="json"), lambda said: client.engine_died(0, said))
-        (tokenizer, template), _ = await asyncio.gather(
-            asyncio.to_thread(load_text_side, tokenizer_folder, config.chat_template),
-            client.start(),
-        )
+        return await _connect(client, config, folder)
     except BaseException:
         await _stop(client, handle)
         raise
-    return GenerationPipeline(client, tokenizer, template, config.stream_interval), handle
+
+
+async def join_engine(
+    config: EngineConfig,
+    folder: Path | None,
+    engine: str,
+    client_id: int,
+    open_elsewhere: Callable[[], int],
+    tell_open: Callable[[int], None],
+) -> GenerationPipeline:
+    """The pipeline of a further front end; the engine at the address `engine` is another's."""
+    client = EngineClient(
+        [engine],
+        folder_of(engine),
+        client_id=client_id,
+        max_stats_len=config.max_stats_len,
+        open_elsewhere=open_elsewhere,
+        tell_open=tell_open,
+    )
+    try:
+        return await _connect(client, config, folder)
+    except BaseException:
+        await client.close()
+        raise
 
 
 async def stop_pipeline(pipeline: GenerationPipeline, handle: EngineHandle) -> None:
     """End open requests, then the engine process."""
     await _stop(pipeline.client, handle)
+
+
+async def _connect(
+    client: EngineClient, config: EngineConfig, folder: Path | None
+) -> GenerationPipeline:
+    (tokenizer, template), _ = await asyncio.gather(
+        asyncio.to_thread(load_text_side, folder, config.chat_template), client.start()
+    )
+    return GenerationPipeline(client, tokenizer, template, config.stream_interval)
 
 
 def load_text_side(
@@ -55,7 +101,8 @@ def load_text_side(
     return tokenizer, ChatTemplate(templates, tokenizer.special_tokens) if templates else None
 
 
-def _tokenizer_folder(config: EngineConfig) -> Path | None:
+def tokenizer_folder(config: EngineConfig) -> Path | None:
+    """Where the tokenizer's files are, fetched if need be. None: there shall be no tokenizer."""
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is None:

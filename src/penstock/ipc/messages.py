@@ -15,7 +15,7 @@ from penstock.types.request import Request
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import LateInputs, StepPlan
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, array_like=True):
@@ -39,6 +39,12 @@ class Submit(Message, frozen=True):
 
 class Abort(Message, frozen=True):
     request_ids: tuple[int, ...]
+
+
+class ClientLeft(Message, frozen=True):
+    """A front end has ended without a word; whoever started it says so for it."""
+
+    client_id: int
 
 
 # engine -> front end
@@ -123,7 +129,7 @@ class RankFailed(Message, frozen=True):
     message: str
 
 
-ToEngine = Hello | Submit | Abort
+ToEngine = Hello | Submit | Abort | ClientLeft
 ToClient = Ready | Deltas | Stats | Fatal
 ToRank = RankBlocks | Forward | Sample | Stop
 FromRank = RankReady | RankFailed

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ class Child:
         name: str,
         on_exit: Callable[[int], None],
         env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
         self._stopping = False
@@ -39,6 +40,7 @@ class Child:
             stdin=subprocess.PIPE,
             env={**os.environ, **(env or {})},
             start_new_session=True,
+            pass_fds=pass_fds,
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(task) + b"\n")
@@ -60,14 +62,18 @@ class Child:
             _log.error("%s ended by itself with code %d", self.name, code)
             self._on_exit(code)
 
-    def stop(self, grace_s: float = 10.0) -> None:
-        """Close the child's stdin, wait, then terminate, then kill."""
+    def ask_to_leave(self) -> None:
+        """Close the child's stdin; its end is then no surprise."""
         self._stopping = True
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
         except OSError:
             pass
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Ask it to leave, wait, then terminate, then kill."""
+        self.ask_to_leave()
         for signal_child in (self._process.terminate, self._process.kill):
             try:
                 self._process.wait(grace_s)

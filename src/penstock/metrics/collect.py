@@ -1,12 +1,22 @@
-"""Events -> counters and histograms, in a registry of their own. Counts, never decides."""
+"""Events -> counters and histograms, in a registry of their own. Counts, never decides.
 
-from collections.abc import Callable, Iterable
+The numbers lie in a row of cells that other processes may see (`ipc.shared`): each front end of a
+server counts in its own row, and whichever is asked shows the sums.
+"""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from penstock.metrics.events import Event, FirstToken, MoreTokens, RequestRefused, SampleFinished
 from penstock.metrics.iteration import MAX_KEPT, IterationLog
 from penstock.metrics.prometheus import ALIASES, Aliased, EngineCollector
+from penstock.types.request import FinishReason
 from penstock.types.stats import EngineCounters, IterationStats
 
 _FIRST_TOKEN_S = (
@@ -24,8 +34,76 @@ _REQUEST_S = (
 _TOKENS = tuple(float(1 << power) for power in range(0, 21, 1))
 
 
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": _FIRST_TOKEN_S,
+    "inter_token_latency_seconds": _PER_TOKEN_S,
+    "time_per_output_token_seconds": _PER_TOKEN_S,
+    "e2e_request_latency_seconds": _REQUEST_S,
+    "request_decode_time_seconds": _REQUEST_S,
+    "request_prompt_tokens": _TOKENS,
+    "request_generation_tokens": _TOKENS,
+    "iteration_latency_seconds": _PER_TOKEN_S,
+    "iteration_tokens": _TOKENS,
+}
+_OTHER = "other"
+# counter -> its label and the values that may have; without a label there is one value
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "request_success": ("finished_reason", (*FinishReason, _OTHER)),
+    "requests_refused": (
+        "status",
+        ("400", "401", "404", "405", "413", "429", "500", "503", _OTHER),
+    ),
+    "prompt_tokens_cached": ("", ("",)),
+}
+
+Row = MutableSequence[float]
+
+
+class Histogram:
+    """Counts by bucket and the sum of what was observed, in the cells of `row` from `at` on."""
+
+    def __init__(self, bounds: tuple[float, ...], row: Row, at: int) -> None:
+        self._bounds = bounds
+        self._row = row
+        self._at = at
+        self._sum_at = at + len(bounds) + 1
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._row[self._at + bisect_left(self._bounds, value)] += count
+        self._row[self._sum_at] += value * count
+
+
+class Counter:
+    def __init__(self, labels: tuple[str, ...], row: Row, at: int) -> None:
+        self._at = {label: at + i for i, label in enumerate(labels)}
+        self._row = row
+
+    def add(self, amount: float, label: str = "") -> None:
+        self._row[self._at[label if label in self._at else _OTHER]] += amount
+
+
+def _layout() -> Iterator[tuple[str, int]]:
+    """Every metric and its first cell; the last name is that of the end."""
+    at = 1  # the first cell says which iterations have been shown
+    for name, bounds in _HISTOGRAMS.items():
+        yield name, at
+        at += len(bounds) + 2
+    for name, (_, labels) in _COUNTERS.items():
+        yield name, at
+        at += len(labels)
+    yield "", at
+
+
+_FIRST_CELL = dict(_layout())
+NUM_CELLS = _FIRST_CELL[""]
+
+
 class Metrics:
-    """Everything `/prometheus/metrics` and `/metrics` show."""
+    """Everything `/prometheus/metrics` and `/metrics` show.
+
+    `rows` are those of all front ends, `own` is the index of ours. All are told of every iteration;
+    the first counts them.
+    """
 
     def __init__(
         self,
@@ -33,50 +111,60 @@ class Metrics:
         counters: Callable[[], EngineCounters],
         drain_iterations: Callable[[], Iterable[IterationStats]],
         max_iterations: int = MAX_KEPT,
+        rows: Sequence[Row] | None = None,
+        own: int = 0,
     ) -> None:
+        rows = [array("d", bytes(8 * NUM_CELLS))] if rows is None else rows
+        row = rows[own]
+        histograms = {
+            name: Histogram(bounds, row, _FIRST_CELL[name]) for name, bounds in _HISTOGRAMS.items()
+        }
+        self._ttft = histograms["time_to_first_token_seconds"]
+        self._itl = histograms["inter_token_latency_seconds"]
+        self._tpot = histograms["time_per_output_token_seconds"]
+        self._e2e = histograms["e2e_request_latency_seconds"]
+        self._decode = histograms["request_decode_time_seconds"]
+        self._prompt = histograms["request_prompt_tokens"]
+        self._generated = histograms["request_generation_tokens"]
+        self._iteration_s = histograms["iteration_latency_seconds"]
+        self._iteration_tokens = histograms["iteration_tokens"]
+        totals = {
+            name: Counter(labels, row, _FIRST_CELL[name]) for name, (_, labels) in _COUNTERS.items()
+        }
+        self._success = totals["request_success"]
+        self._refused = totals["requests_refused"]
+        self._cached = totals["prompt_tokens_cached"]
+        self.iterations = IterationLog(
+            drain_iterations,
+            self._observe_iteration if own == 0 else lambda stats: None,
+            max_iterations,
+            shown=lambda: int(max(row[0] for row in rows)),
+            show=lambda until: row.__setitem__(0, until),
+        )
+        inner = CollectorRegistry()  # measured once here, exposed under several names
+        inner.register(RowCollector(model_name, rows))
         self.registry = CollectorRegistry()
-        self.iterations = IterationLog(drain_iterations, self._observe_iteration, max_iterations)
-        self._inner = CollectorRegistry()  # measured once here, exposed under several names
-        self._model_name = model_name
-        self._ttft = self._histogram("time_to_first_token_seconds", _FIRST_TOKEN_S)
-        self._itl = self._histogram("inter_token_latency_seconds", _PER_TOKEN_S)
-        self._tpot = self._histogram("time_per_output_token_seconds", _PER_TOKEN_S)
-        self._e2e = self._histogram("e2e_request_latency_seconds", _REQUEST_S)
-        self._decode = self._histogram("request_decode_time_seconds", _REQUEST_S)
-        self._prompt = self._histogram("request_prompt_tokens", _TOKENS)
-        self._generated = self._histogram("request_generation_tokens", _TOKENS)
-        self._iteration_s = self._histogram("iteration_latency_seconds", _PER_TOKEN_S)
-        self._iteration_tokens = self._histogram("iteration_tokens", _TOKENS)
-        self._success = self._counter("request_success", "finished_reason")
-        self._refused = self._counter("requests_refused", "status")
-        self._cached = Counter(
-            "penstock_prompt_tokens_cached",
-            "Prompt tokens whose cache was reused",
-            ["model_name"],
-            registry=self._inner,
-        ).labels(model_name)
-        self.registry.register(Aliased(self._inner, ALIASES))
+        self.registry.register(Aliased(inner, ALIASES))
         self.registry.register(EngineCollector(model_name, counters))
 
     def observe(self, event: Event) -> None:
         match event:
             case MoreTokens():
                 # One observation per token: tokens that came together share their interval.
-                for _ in range(event.num_tokens):
-                    self._itl.observe(event.since_previous_s / event.num_tokens)
+                self._itl.observe(event.since_previous_s / event.num_tokens, event.num_tokens)
             case FirstToken():
                 self._ttft.observe(event.since_arrival_s)
             case SampleFinished():
                 self._observe_finish(event)
             case RequestRefused():
-                self._refused.labels(self._model_name, str(event.status)).inc()
+                self._refused.add(1, str(event.status))
 
     def _observe_finish(self, event: SampleFinished) -> None:
-        self._success.labels(self._model_name, event.finish).inc()
+        self._success.add(1, event.finish)
         self._e2e.observe(event.e2e_s)
         self._prompt.observe(event.prompt_tokens)
         self._generated.observe(event.generated_tokens)
-        self._cached.inc(event.cached_tokens)
+        self._cached.add(event.cached_tokens)
         if event.decode_s is not None and event.generated_tokens > 1:
             self._decode.observe(event.decode_s)
             self._tpot.observe(event.decode_s / (event.generated_tokens - 1))
@@ -85,13 +173,38 @@ class Metrics:
         self._iteration_s.observe(stats.latency_ms / 1e3)
         self._iteration_tokens.observe(stats.num_context_tokens + stats.num_generation)
 
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        text = name.replace("_", " ")
-        return Histogram(
-            f"penstock_{name}", text, ["model_name"], buckets=buckets, registry=self._inner
-        ).labels(self._model_name)
 
-    def _counter(self, name: str, label: str) -> Counter:
-        return Counter(
-            f"penstock_{name}", name.replace("_", " "), ["model_name", label], registry=self._inner
+class RowCollector(Collector):
+    """The sums over all rows, read when somebody asks."""
+
+    def __init__(self, model_name: str, rows: Sequence[Row]) -> None:
+        self._model_name = model_name
+        self._rows = rows
+
+    def collect(self) -> Iterator[Metric]:
+        cells = [sum(column) for column in zip(*self._rows, strict=True)]
+        for name, bounds in _HISTOGRAMS.items():
+            at = _FIRST_CELL[name]
+            yield self._histogram(name, bounds, cells[at : at + len(bounds) + 2])
+        for name, (label, values) in _COUNTERS.items():
+            at = _FIRST_CELL[name]
+            yield self._counter(name, label, dict(zip(values, cells[at:], strict=False)))
+
+    def _histogram(self, name: str, bounds: tuple[float, ...], cells: Sequence[float]) -> Metric:
+        family = HistogramMetricFamily(
+            f"penstock_{name}", name.replace("_", " "), labels=["model_name"]
         )
+        buckets, num_so_far = [], 0.0
+        for bound, count in zip((*bounds, float("inf")), cells, strict=False):
+            num_so_far += count
+            buckets.append((floatToGoString(bound), num_so_far))
+        family.add_metric([self._model_name], buckets, sum_value=cells[-1])
+        return family
+
+    def _counter(self, name: str, label: str, totals: dict[str, float]) -> Metric:
+        labels = ["model_name", label] if label else ["model_name"]
+        family = CounterMetricFamily(f"penstock_{name}", name.replace("_", " "), labels=labels)
+        for value, total in totals.items():
+            if total or not label:
+                family.add_metric([self._model_name, value] if label else [self._model_name], total)
+        return family

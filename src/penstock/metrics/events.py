@@ -1,25 +1,25 @@
-"""What happened to a request, as plain records; emitted by whoever drives it."""
+"""What happened to a request, as plain records; emitted by whoever drives it.
 
-from dataclasses import dataclass
+msgspec records, because one is made per token.
+"""
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
     """The first output token of a sample reached the front end."""
 
     since_arrival_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class MoreTokens:
+class MoreTokens(msgspec.Struct, frozen=True, gc=False):
     """Later tokens of a sample arrived together, `since_previous_s` after the ones before."""
 
     since_previous_s: float
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleFinished:
+class SampleFinished(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A sample ended, for whatever reason (`finish` is a value of `FinishReason`)."""
 
     finish: str
@@ -30,8 +30,7 @@ class SampleFinished:
     decode_s: float | None  # from the first token to the last; None: not seen one by one
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRefused:
+class RequestRefused(msgspec.Struct, frozen=True, gc=False):
     """A request was answered with an error before it reached the engine."""
 
     status: int

@@ -10,16 +10,24 @@ MAX_KEPT = 1000
 
 
 class IterationLog:
-    """The newest iterations not yet asked for. `observe` sees each one once, whoever asks first."""
+    """The newest iterations not yet asked for. `observe` sees each one once, whoever asks first.
+
+    `shown` is the iteration before which all have been listed, by us or by another process that
+    answers the same question; `show` writes it.
+    """
 
     def __init__(
         self,
         drain: Callable[[], Iterable[IterationStats]],
         observe: Callable[[IterationStats], None],
         max_kept: int = MAX_KEPT,
+        shown: Callable[[], int] = lambda: 0,
+        show: Callable[[int], None] = lambda until: None,
     ) -> None:
         self._drain = drain
         self._observe = observe
+        self._shown = shown
+        self._show = show
         self._kept: deque[IterationStats] = deque(maxlen=max_kept)
 
     def refresh(self) -> None:
@@ -30,9 +38,12 @@ class IterationLog:
     def take(self) -> list[dict[str, Any]]:
         """Every iteration since the last call, oldest first, at most `max_kept`."""
         self.refresh()
-        taken = [as_trtllm(stats) for stats in self._kept]
+        shown = self._shown()
+        taken = [stats for stats in self._kept if stats.iter >= shown]
         self._kept.clear()
-        return taken
+        if taken:
+            self._show(taken[-1].iter + 1)
+        return [as_trtllm(stats) for stats in taken]
 
 
 def as_trtllm(stats: IterationStats) -> dict[str, Any]:

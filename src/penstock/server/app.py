@@ -1,6 +1,7 @@
 """`build_app`: routes and middleware around a running pipeline; `launch` starts and stops it."""
 
 import hmac
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,19 +16,26 @@ from penstock.errors import PenstockError
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.metrics.events import RequestRefused
 from penstock.server import health
+from penstock.server.board import Board
 from penstock.server.errors import error_response, explain, on_bug
 from penstock.server.openai.chat import chat_completions
 from penstock.server.openai.completions import completions
 from penstock.server.openai.models import models
 from penstock.server.openai.tokenize import detokenize, tokenize
 from penstock.server.sse import ClientGone
-from penstock.server.state import server_state, state_of
+from penstock.server.state import Choice, server_state, state_of
 
 _OPEN_PATHS = frozenset(("/health",))  # a load balancer has no key
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it
 
 
-def build_app(pipeline: GenerationPipeline, config: EngineConfig) -> Starlette:
+def build_app(
+    pipeline: GenerationPipeline,
+    config: EngineConfig,
+    board: Board | None = None,
+    choices: Sequence[Choice] = (),
+) -> Starlette:
+    """`board`: shared with the server's other front ends. `choices`: made by it, not the engine."""
     guard = [] if config.api_key is None else [Middleware(ApiKeyGuard, key=config.api_key)]
     app = Starlette(
         routes=[
@@ -51,7 +59,7 @@ def build_app(pipeline: GenerationPipeline, config: EngineConfig) -> Starlette:
         },
     )
     app.router.redirect_slashes = False
-    app.state.server = server_state(pipeline, config)
+    app.state.server = server_state(pipeline, config, board, choices)
     return app
 
 

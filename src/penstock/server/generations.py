@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +12,8 @@ from penstock.metrics.events import Event, FirstToken, MoreTokens, SampleFinishe
 from penstock.types.outputs import TextDelta, Usage
 from penstock.types.request import FinishReason, GenerateInput
 
-_MAX_BUFFERED_DELTAS = 1024
+Take = Callable[[int, TextDelta], None]  # prompt index, delta
+Ended = Callable[[Exception | None], None]
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Clock:
 
 
 class Generations:
-    """Iterates over (prompt index, delta) of all samples of all prompts until each has finished."""
+    """Hands over (prompt index, delta) of all samples of all prompts until each has finished."""
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class Generations:
         self._arrived = arrived
         self._sees_tokens = sees_tokens  # as they come; otherwise each sample arrives whole
         self._clocks = [[_Clock() for _ in range(one.num_samples)] for one in running]
+        self._num_open = sum(one.num_samples for one in running)
 
     @classmethod
     async def start(
@@ -67,29 +68,40 @@ class Generations:
             cached_tokens=sum(samples[0].cached_tokens for samples in self._clocks),
         )
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        async with aclosing(_merge(self.running)) as merged:
-            async for prompt, delta in merged:
-                if delta.finish is FinishReason.ERROR:
-                    raise BackendError(delta.error or "the engine failed on this request")
-                self._measure(prompt, delta)
-                yield prompt, delta
+    def push_to(self, take: Take, ended: Ended) -> None:
+        """`take` each delta in the call that brings it; `ended` after the last or an error."""
+        for prompt, one in enumerate(self.running):
+            one.push_to(_PromptReader(self, prompt, take, ended))
+
+    def hold(self) -> None:
+        """Whoever takes is slow: gather tokens until `release`."""
+        for one in self.running:
+            one.hold()
+
+    def release(self) -> None:
+        for one in self.running:
+            one.release()
 
     async def collect(self) -> list[list[TextDelta]]:
         """Every sample of every prompt, whole."""
         parts: list[list[list[TextDelta]]] = [
             [[] for _ in range(one.num_samples)] for one in self.running
         ]
-        async with aclosing(self.deltas()) as deltas:
-            async for prompt, delta in deltas:
-                parts[prompt][delta.index].append(delta)
+        ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self.push_to(
+            lambda prompt, delta: parts[prompt][delta.index].append(delta),
+            lambda error: None if ended.done() else ended.set_result(error),
+        )
+        if (error := await ended) is not None:
+            raise error
         return [[_joined(sample) for sample in samples] for samples in parts]
 
     async def aclose(self) -> None:
         """Abort what still runs."""
         await _close(self.running)
 
-    def _measure(self, prompt: int, delta: TextDelta) -> None:
+    def measure(self, prompt: int, delta: TextDelta) -> bool:
+        """Count it; whether it was the last of all."""
         clock = self._clocks[prompt][delta.index]
         now = time.monotonic()
         num_new = len(delta.token_ids)
@@ -97,22 +109,52 @@ class Generations:
             if not clock.num_tokens:
                 clock.first = now
             if self._sees_tokens:
-                first = FirstToken(now - self._arrived)
-                self._observe(MoreTokens(now - clock.last, num_new) if clock.num_tokens else first)
+                first = not clock.num_tokens
+                since = now - (self._arrived if first else clock.last)
+                self._observe(FirstToken(since) if first else MoreTokens(since, num_new))
             clock.num_tokens += num_new
             clock.last = now
         clock.cached_tokens = max(clock.cached_tokens, delta.num_cached_tokens)
-        if delta.finish is not None:
-            self._observe(
-                SampleFinished(
-                    finish=delta.finish.value,
-                    prompt_tokens=len(self.running[prompt].prompt_ids),
-                    cached_tokens=clock.cached_tokens,
-                    generated_tokens=clock.num_tokens,
-                    e2e_s=now - self._arrived,
-                    decode_s=clock.last - clock.first if self._sees_tokens else None,
-                )
+        if delta.finish is None:
+            return False
+        self._observe(
+            SampleFinished(
+                finish=delta.finish.value,
+                prompt_tokens=len(self.running[prompt].prompt_ids),
+                cached_tokens=clock.cached_tokens,
+                generated_tokens=clock.num_tokens,
+                e2e_s=now - self._arrived,
+                decode_s=clock.last - clock.first if self._sees_tokens else None,
             )
+        )
+        self._num_open -= 1
+        return self._num_open == 0
+
+
+class _PromptReader:
+    """Reads one prompt's generation; an error of one ends the answer to all."""
+
+    def __init__(self, all_of_them: Generations, prompt: int, take: Take, ended: Ended) -> None:
+        self._all = all_of_them
+        self._prompt = prompt
+        self._take = take
+        self._ended = ended
+
+    def take(self, delta: TextDelta) -> None:
+        if delta.finish is FinishReason.ERROR:
+            self.fail(BackendError(delta.error or "the engine failed on this request"))
+            return
+        try:
+            is_last = self._all.measure(self._prompt, delta)
+            self._take(self._prompt, delta)
+        except Exception as bug:  # of this request alone: others share the caller
+            self.fail(bug)
+            return
+        if is_last:
+            self._ended(None)
+
+    def fail(self, bug: Exception) -> None:
+        self._ended(bug)
 
 
 def _joined(parts: Sequence[TextDelta]) -> TextDelta:
@@ -131,37 +173,3 @@ def _joined(parts: Sequence[TextDelta]) -> TextDelta:
 async def _close(running: Sequence[Generation]) -> None:
     for one in running:
         await one.aclose()
-
-
-async def _merge(running: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    if len(running) == 1:
-        async for delta in running[0]:
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, TextDelta] | Exception | None] = asyncio.Queue(
-        _MAX_BUFFERED_DELTAS
-    )
-
-    async def pump(prompt: int) -> None:
-        try:
-            async for delta in running[prompt]:
-                await queue.put((prompt, delta))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    pumps = [asyncio.create_task(pump(prompt)) for prompt in range(len(running))]
-    try:
-        num_open = len(pumps)
-        while num_open:
-            match await queue.get():
-                case None:
-                    num_open -= 1
-                case Exception() as error:
-                    raise error
-                case item:
-                    yield item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)

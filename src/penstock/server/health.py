@@ -56,7 +56,7 @@ async def version(request: Request) -> Response:
             "config": info.config,
             "choices": [
                 {"setting": name, "value": value, "reason": reason}
-                for name, value, reason in info.choices
+                for name, value, reason in (*info.choices, *state.choices)
             ],
             "memory": info.memory,
             "rank_weight_bytes": info.rank_weight_bytes,

@@ -1,6 +1,7 @@
 """What every endpoint needs: handed to `build_app` once, read from `request.app.state`."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,10 @@ from penstock.config.schema import EngineConfig
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.hub.gguf import is_gguf
 from penstock.metrics.collect import Metrics
+from penstock.server.board import Board
 from penstock.server.openai.logprobs import TokenNames
+
+Choice = tuple[str, str, str]  # setting, value, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +23,26 @@ class ServerState:
     model_name: str
     metrics: Metrics
     names: TokenNames
+    choices: Sequence[Choice] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def server_state(pipeline: GenerationPipeline, config: EngineConfig) -> ServerState:
+def server_state(
+    pipeline: GenerationPipeline,
+    config: EngineConfig,
+    board: Board | None,
+    choices: Sequence[Choice],
+) -> ServerState:
     name, client = model_name(config), pipeline.client
-    metrics = Metrics(name, lambda: client.counters, client.drain_iterations, config.max_stats_len)
-    return ServerState(pipeline, name, metrics, TokenNames(pipeline.tokenizer))
+    metrics = Metrics(
+        name,
+        lambda: client.counters,
+        client.drain_iterations,
+        config.max_stats_len,
+        rows=None if board is None else board.metrics,
+        own=0 if board is None else board.own,
+    )
+    return ServerState(pipeline, name, metrics, TokenNames(pipeline.tokenizer), choices)
 
 
 def model_name(config: EngineConfig) -> str:

@@ -1,7 +1,6 @@
 """`POST /v1/chat/completions`: messages in, the assistant's message out, whole or as a stream."""
 
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -24,7 +23,7 @@ from penstock.server.openai.reply import (
     Usage,
     new_id,
 )
-from penstock.server.sse import EventStream, event, until_disconnect
+from penstock.server.sse import EventStream, TextEvents, event, until_disconnect
 from penstock.server.state import ServerState, state_of
 from penstock.types.outputs import TextDelta, TokenLogprob
 
@@ -35,15 +34,15 @@ async def chat_completions(request: Request) -> Response | EventStream:
     generations = await Generations.start(
         state.pipeline, [asked.chat_input()], state.metrics.observe, stream=asked.stream
     )
-    answer = _Answer(asked, state, generations)
+    answer = Answer(asked, state, generations)
     if asked.stream:
-        return EventStream(answer.stream(), generations.aclose)
+        return EventStream(generations, answer.event, answer.last_event)
     async with aclosing(generations):
         reply = await until_disconnect(request.receive, answer.whole())
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-class _Answer:
+class Answer:
     """One request's answer: one id, model and time over all its chunks."""
 
     def __init__(self, asked: ChatRequest, state: ServerState, generations: Generations) -> None:
@@ -55,6 +54,11 @@ class _Answer:
         self._model = state.model_name if asked.model is None else asked.model
         self._echo = _echo(asked)
         self._shows_ids = not asked.detokenize or state.pipeline.tokenizer is None
+        # Between its first and its last, an event brings text and nothing else.
+        self._is_plain = not (asked.streams_usage_always or asked.logprobs or self._shows_ids)
+        self._text_events: dict[int, TextEvents] = {}  # by sample, once it has begun
+        self._begun: set[int] = set()
+        self._prompt_entries: list[TokenLogprob] = []
 
     async def whole(self) -> ChatReply:
         [samples] = await self._generations.collect()
@@ -79,28 +83,38 @@ class _Answer:
             token_ids=list(sample.token_ids) if self._shows_ids else UNSET,
         )
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        begun: set[int] = set()
-        prompt_entries: list[TokenLogprob] = []
-        async with aclosing(self._generations.deltas()) as deltas:
-            async for _, delta in deltas:
-                if delta.index == 0:
-                    prompt_entries += delta.prompt_logprobs
-                data = b""
-                if delta.index not in begun and (delta.token_ids or delta.finish is not None):
-                    # The role goes out with the first token, so that a client sees when that was.
-                    begun.add(delta.index)
-                    opening = ChatDelta(role="assistant", content=self._echo)
-                    data = self._event(
-                        [ChatChunkChoice(index=delta.index, delta=opening)],
-                        prompt=UNSET if delta.index else self._prompt_logprobs(prompt_entries),
-                    )
-                if delta.text or delta.finish is not None or self._carries_tokens(delta):
-                    data += self._event([self._chunk_choice(delta)])
-                if data:
-                    yield data
-        if self._asked.streams_usage:
-            yield self._event([], usage=Usage.of(self._generations.usage()))
+    def event(self, prompt: int, delta: TextDelta) -> bytes:
+        index = delta.index
+        if delta.finish is None and (plain := self._text_events.get(index)) is not None:
+            return plain.event(delta.text) if delta.text else b""
+        if index == 0:
+            self._prompt_entries += delta.prompt_logprobs
+        data = b""
+        if index not in self._begun and (delta.token_ids or delta.finish is not None):
+            # The role goes out with the first token, so that a client sees when that was.
+            data = self._opening(index)
+        if delta.text or delta.finish is not None or self._carries_tokens(delta):
+            data += self._event([self._chunk_choice(delta)])
+        return data
+
+    def _opening(self, index: int) -> bytes:
+        self._begun.add(index)
+        if self._is_plain:
+            self._text_events[index] = TextEvents(
+                lambda text: self._chunk(
+                    [ChatChunkChoice(index=index, delta=ChatDelta(content=text))]
+                )
+            )
+        opening = ChatDelta(role="assistant", content=self._echo)
+        return self._event(
+            [ChatChunkChoice(index=index, delta=opening)],
+            prompt=UNSET if index else self._prompt_logprobs(self._prompt_entries),
+        )
+
+    def last_event(self) -> bytes:
+        if not self._asked.streams_usage:
+            return b""
+        return self._event([], usage=Usage.of(self._generations.usage()))
 
     def _carries_tokens(self, delta: TextDelta) -> bool:
         return bool(delta.token_ids) and (self._asked.logprobs or self._shows_ids)
@@ -128,15 +142,21 @@ class _Answer:
     ) -> bytes:
         if usage is UNSET and self._asked.streams_usage_always:
             usage = Usage.of(self._generations.usage())
-        return event(
-            ChatChunk(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=choices,
-                usage=usage,
-                prompt_logprobs=prompt,
-            )
+        return event(self._chunk(choices, usage, prompt))
+
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType = UNSET,
+        prompt: list[Any] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_logprobs=prompt,
         )
 
     def _prompt_logprobs(self, entries: list[TokenLogprob]) -> list[Any] | UnsetType:

@@ -1,7 +1,6 @@
 """`POST /v1/completions`: one or many prompts in, text out, whole or as a stream."""
 
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from penstock.server.openai.reply import (
     Usage,
     new_id,
 )
-from penstock.server.sse import EventStream, event, until_disconnect
+from penstock.server.sse import EventStream, TextEvents, event, until_disconnect
 from penstock.server.state import ServerState, state_of
 from penstock.types.outputs import TextDelta, TokenLogprob
 from penstock.types.request import FinishReason
@@ -45,15 +44,15 @@ async def completions(request: Request) -> Response | EventStream:
     generations = await Generations.start(
         state.pipeline, inputs, state.metrics.observe, stream=asked.stream
     )
-    answer = _Answer(asked, state, generations)
+    answer = Answer(asked, state, generations)
     if asked.stream:
-        return EventStream(answer.stream(), generations.aclose)
+        return EventStream(generations, answer.event, answer.last_event)
     async with aclosing(generations):
         reply = await until_disconnect(request.receive, answer.whole())
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-class _Answer:
+class Answer:
     """One request's answer: one id, model and time over all its chunks."""
 
     def __init__(
@@ -64,6 +63,14 @@ class _Answer:
         self._id = new_id("cmpl")
         self._created = int(time.time())
         self._model = state.model_name if asked.model is None else asked.model
+        # Between its first and its last, an event brings text and nothing else.
+        self._is_plain = not (
+            asked.streams_usage_always
+            or asked.echo_only
+            or asked.logprobs is not None
+            or _shows_ids(asked, state)
+        )
+        self._text_events: dict[int, TextEvents] = {}  # by choice, once it has begun
         self._choices = [
             _prompt_choices(asked, state, one, first_index=prompt * asked.n)
             for prompt, one in enumerate(generations.running)
@@ -78,15 +85,24 @@ class _Answer:
                 written.append(choice)
         return self._reply(written, self._usage())
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
+    def event(self, prompt: int, delta: TextDelta) -> bytes:
+        index = prompt * self._asked.n + delta.index
+        if delta.finish is None and (plain := self._text_events.get(index)) is not None:
+            return plain.event(delta.text) if delta.text else b""
+        choice = self._choices[prompt][delta.index].write(delta)
+        if choice is None:
+            return b""
+        if self._is_plain and delta.finish is None:
+            self._text_events[index] = TextEvents(
+                lambda text: self._reply([CompletionChoice(index=index, text=text)], None)
+            )
         always = self._asked.streams_usage_always
-        async with aclosing(self._generations.deltas()) as deltas:
-            async for prompt, delta in deltas:
-                choice = self._choices[prompt][delta.index].write(delta)
-                if choice is not None:
-                    yield event(self._reply([choice], self._usage() if always else None))
-        if self._asked.streams_usage:
-            yield event(self._reply([], self._usage()))
+        return event(self._reply([choice], self._usage() if always else None))
+
+    def last_event(self) -> bytes:
+        if not self._asked.streams_usage:
+            return b""
+        return event(self._reply([], self._usage()))
 
     def _reply(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionReply:
         return CompletionReply(
@@ -96,6 +112,10 @@ class _Answer:
     def _usage(self) -> Usage:
         counts = self._generations.usage()
         return Usage.of(replace(counts, completion_tokens=0) if self._asked.echo_only else counts)
+
+
+def _shows_ids(asked: CompletionRequest, state: ServerState) -> bool:
+    return not asked.detokenize or state.pipeline.tokenizer is None
 
 
 def _prompt_choices(
@@ -128,7 +148,7 @@ class _Choice:
         self._index = index
         self._prompt_entries = prompt_entries
         self._writer = CompletionWriter(state.names, asked.logprobs or 0)
-        self._shows_ids = not asked.detokenize or state.pipeline.tokenizer is None
+        self._shows_ids = _shows_ids(asked, state)
         self._begun = False
 
     def write(self, delta: TextDelta) -> CompletionChoice | None:

@@ -1,0 +1,131 @@
+"""Front ends beside the first: how many, started, started again when one dies, stopped together.
+
+All accept from one listening socket, which the first has bound and the others inherit. The kernel
+keeps one queue, so a connection goes to a process that is free to take it, however few there are,
+and none is lost with a process that dies; with a socket for each (`SO_REUSEPORT`) a hash would
+decide, and a second server on the port would not be noticed.
+"""
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from penstock import log
+from penstock.config.schema import EngineConfig
+from penstock.frontend.engine import EngineHandle
+from penstock.ipc.channel import ChannelFull, Sender
+from penstock.ipc.messages import ClientLeft
+from penstock.ipc.process import Child
+from penstock.server.board import Board
+
+MODULE = "penstock.server.frontend_process"
+FIRST_CLIENT_ID = 1
+FAILED = 1  # exit code of a front end that would fail again
+_RESTART_DELAY_S = 1.0
+_CPUS_PER_FRONTEND = 4
+_MOST_BY_DEFAULT = 4  # one writes more events per second than a GPU makes tokens; more cut delays
+_FEW_STREAMS = 32
+_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")  # torch would know better, and take seconds to load
+_log = log.get(__name__)
+
+
+def choose_num_frontends(
+    config: EngineConfig, num_cpus: int | None = None, has_gpu: bool | None = None
+) -> tuple[int, str]:
+    """The number and why; what is not given is looked up on this machine."""
+    if config.num_postprocess_workers is not None:
+        return max(1, config.num_postprocess_workers), "set by num_postprocess_workers"
+    if has_gpu is None:
+        has_gpu = any(Path(node).exists() for node in _GPU_NODES)
+    if config.device == "cpu" or not has_gpu:
+        return 1, "one keeps up with a CPU"
+    if config.max_batch_size is not None and config.max_batch_size <= _FEW_STREAMS:
+        return 1, f"one keeps up with max_batch_size {config.max_batch_size}"
+    num_cpus = num_cpus or os.cpu_count() or 1
+    fitting = max(1, min(_MOST_BY_DEFAULT, num_cpus // _CPUS_PER_FRONTEND))
+    return (
+        fitting,
+        f"one for every {_CPUS_PER_FRONTEND} of {num_cpus} CPUs, {_MOST_BY_DEFAULT} at most",
+    )
+
+
+class FurtherFrontEnds:
+    """`on_failure` is called when one ends in a way that starting it again would not mend."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer_folder: Path | None,
+        listener: socket.socket,
+        engine: EngineHandle,
+        board: Board,
+        reason: str,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._board = board
+        self._on_failure = on_failure
+        self._to_engine = Sender(engine.address)
+        self._client_ids = itertools.count(FIRST_CLIENT_ID + 1)
+        self._stopping = False
+        self._task = {
+            "config": config.model_dump(mode="json"),
+            "api_key": config.api_key,  # of which the configuration itself says nothing
+            "tokenizer_folder": None if tokenizer_folder is None else str(tokenizer_folder),
+            "engine": engine.address,
+            "board": board.path,
+            "num_frontends": board.num_frontends,
+            "reason": reason,
+            "listener": listener.fileno(),
+        }
+        self._children: dict[int, Child] = {}
+        for index in range(1, board.num_frontends):
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        if self._stopping:
+            return
+        # Never the id of one before it, whose requests may still be running.
+        client_id = next(self._client_ids)
+
+        def ended(code: int) -> None:
+            self._loop.call_soon_threadsafe(self._ended, index, client_id, code)
+
+        self._children[index] = Child(
+            MODULE,
+            {**self._task, "index": index, "client_id": client_id},
+            f"front end {index}",
+            ended,
+            pass_fds=(self._listener.fileno(),),
+        )
+
+    def _ended(self, index: int, client_id: int, code: int) -> None:
+        if self._stopping:
+            return
+        self._board.forget(index)
+        try:
+            self._to_engine.send(ClientLeft(client_id=client_id))
+        except ChannelFull as error:  # an engine that hangs is somebody else's to notice
+            _log.warning("%s", error)
+        if code == FAILED:
+            self._on_failure()
+            return
+        _log.warning("front end %d is started again", index)
+        self._loop.call_later(_RESTART_DELAY_S, partial(self._start, index))
+
+    def ask_to_leave(self) -> None:
+        """All finish what they have; may be called twice."""
+        self._stopping = True
+        for child in self._children.values():
+            child.ask_to_leave()
+
+    async def stop(self) -> None:
+        """Until all are gone."""
+        self.ask_to_leave()
+        await asyncio.gather(*(asyncio.to_thread(one.stop) for one in self._children.values()))
+        self._to_engine.close()

@@ -1,0 +1,323 @@
+"""Several front-end processes on one port: alike, one bound, and none takes the others with it.
+
+The engine is `benchmarks/scripted_engine.py`. A connection goes to whichever process is free, so a
+test that wants a certain one stops the others meanwhile.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.config.schema import EngineConfig
+from penstock.server.frontends import choose_num_frontends
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "http_streams.py"
+
+
+class Server:
+    def __init__(self, log: Path, num_files: int | None, rate: int, **settings: Any) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        config = {
+            "model": "tiny", "host": "127.0.0.1", "port": self.port,
+            "model_kwargs": {"tokens_per_s": rate, "token_ids": [66, 67]},
+        }  # fmt: skip
+
+        limit = [] if num_files is None else ["prlimit", f"--nofile={num_files}:"]
+        self.process = subprocess.Popen(
+            [*limit, sys.executable, str(PROGRAM), "--serve", json.dumps(config | settings)],
+            stderr=log.open("wb"),
+            env=os.environ | {"PYTHONPATH": str(PROGRAM.parent)},
+        )
+        self.all = [psutil.Process(self.process.pid)]
+        num_frontends = int(settings.get("num_postprocess_workers", 1))
+        wait_for(lambda: self.answers() and len(self.front_ends()) == num_frontends)
+        for one in self.front_ends():
+            with self.only(one):
+                wait_for(self.answers)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def children(self, module: str) -> list[psutil.Process]:
+        found = [p for p in self.all[0].children() if module in " ".join(p.cmdline())]
+        self.all += [p for p in found if p not in self.all]
+        return found
+
+    def front_ends(self) -> list[psutil.Process]:
+        return [self.all[0], *self.children("frontend_process")]
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, self.log
+        try:
+            return httpx.get(f"{self.url}/health", timeout=3).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    @contextmanager
+    def only(self, one: psutil.Process) -> Iterator[None]:
+        others = [p for p in self.front_ends() if p != one]
+        for other in others:
+            other.suspend()
+        try:
+            yield
+        finally:
+            for other in others:
+                other.resume()
+
+    def stream(self, num_tokens: int, path: str = "/v1/completions") -> "Stream":
+        return Stream(self.port, num_tokens, path)
+
+    def metrics(self) -> dict[str, float]:
+        text = httpx.get(f"{self.url}/prometheus/metrics").text
+        families = text_string_to_metric_families(text)
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+class Stream:
+    """One streamed answer, read when the test says so."""
+
+    def __init__(self, port: int, num_tokens: int, path: str, buffer: int | None = None) -> None:
+        body = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        if "chat" in path:
+            body["messages"] = [{"role": "user", "content": "a"}]
+        else:
+            body["prompt"] = "a"
+        data = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
+        self.socket = socket.socket()
+        if buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        self.socket.settimeout(20)
+        self.socket.connect(("127.0.0.1", port))
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
+        self.head = b""
+        while b"\r\n\r\n" not in self.head:
+            self.head += self.socket.recv(1)
+
+    @property
+    def status(self) -> int:
+        return int(self.head.split()[1])
+
+    def events(self) -> list[dict[str, Any]]:
+        """Everything up to [DONE], or the end of the connection."""
+        received = bytearray()
+        while b"data: [DONE]" not in received and (data := self.socket.recv(1 << 16)):
+            received += data
+        lines = received.split(b"\n\n")
+        return [json.loads(one[one.index(b"{") :]) for one in lines if b"data: {" in one]
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.05)
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    servers: list[Server] = []
+
+    def start_one(rate: int = 200, num_files: int | None = None, **settings: Any) -> Server:
+        log = tmp_path / f"log{len(servers)}"
+        servers.append(Server(log, num_files, rate, **settings))
+        return servers[-1]
+
+    yield start_one
+    for server in servers:
+        for process in server.all:
+            if process.is_running():
+                process.kill()
+        server.process.wait()
+
+
+def test_every_front_end_serves_and_shows_the_sums_of_all(start):
+    server = start(num_postprocess_workers=3)
+    front_ends = server.front_ends()
+    assert len(front_ends) == 3
+    for one in front_ends:
+        with server.only(one):
+            events = server.stream(5).events()
+            assert [len(event["choices"]) for event in events] == [1] * 5 + [0]
+            assert events[-1]["usage"]["completion_tokens"] == 5
+            assert httpx.get(f"{server.url}/health_generate", timeout=10).status_code == 200
+            assert httpx.post(f"{server.url}/v1/completions", content=b"{").status_code == 400
+    time.sleep(0.6)  # until all have been told what the engine counted
+    # The first counts iterations, and does so only once.
+    assert server.metrics()["penstock_iteration_tokens_count"] == 18
+    for one in front_ends:
+        with server.only(one):
+            wait_for(lambda: server.metrics()["penstock_generated_tokens_total"] == 18)
+            shown = server.metrics()
+            assert shown["penstock_request_success_total"] == 3
+            assert shown["penstock_requests_refused_total"] == 3
+            assert shown["vllm:time_to_first_token_seconds_count"] == 3
+            assert shown["vllm:inter_token_latency_seconds_count"] == 12
+            choices = httpx.get(f"{server.url}/version").json()["choices"]
+            assert {
+                "setting": "num_postprocess_workers",
+                "value": "3",
+                "reason": "set by num_postprocess_workers",
+            } in choices
+
+
+def test_an_iteration_is_listed_once_whoever_is_asked(start):
+    server = start(num_postprocess_workers=2)
+    server.stream(8).events()
+    time.sleep(0.6)  # until both have been told
+    listed = []
+    for one in server.front_ends():
+        with server.only(one):
+            listed.append([entry["iter"] for entry in httpx.get(f"{server.url}/metrics").json()])
+    assert listed == [list(range(1, 9)), []]
+
+
+def test_the_bound_on_open_requests_is_one_for_all(start):
+    server = start(rate=20, num_postprocess_workers=2, max_queued_requests=3)
+    first, second = server.front_ends()
+    with server.only(first):
+        kept = [server.stream(1000), server.stream(1000)]
+    with server.only(second):
+        kept.append(server.stream(1000))
+        assert [one.status for one in kept] == [200] * 3
+        assert server.stream(1000).status == 429
+    kept[0].socket.close()
+    wait_for(lambda: server.metrics()["penstock_running"] == 2)
+    with server.only(second):
+        assert server.stream(1).status == 200
+
+
+def test_a_killed_front_end_is_replaced_and_its_requests_end(start):
+    server = start(rate=100, num_postprocess_workers=2, max_queued_requests=4)
+    first, second = server.front_ends()
+    with server.only(second):
+        lost = [server.stream(10**6) for _ in range(2)]
+    with server.only(first):
+        kept = server.stream(150)
+    second.kill()
+    for stream in lost:  # cut off: neither a finish nor [DONE] comes
+        assert all(event["choices"][0]["finish_reason"] is None for event in stream.events())
+    wait_for(lambda: server.metrics()["penstock_aborted_total"] == 2)
+    wait_for(lambda: len(server.front_ends()) == 2)
+    replacement = server.front_ends()[1]
+    with server.only(replacement):
+        wait_for(server.answers)
+        # Room for all four of the bound: nothing of the dead one counts any more.
+        again = [server.stream(3) for _ in range(3)]
+        assert [one.events()[-1]["usage"]["completion_tokens"] for one in again] == [3] * 3
+    assert kept.events()[-1]["usage"]["completion_tokens"] == 150
+    assert "front end 1 is started again" in server.log
+
+
+def test_a_front_end_asked_to_leave_takes_neither_the_port_nor_the_key_with_it(start):
+    server = start(num_postprocess_workers=2, api_key="secret")
+    first, second = server.front_ends()
+    with server.only(second):
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        good = {"authorization": "Bearer secret"}
+        assert httpx.get(f"{server.url}/v1/models", headers=good).status_code == 200
+    assert "secret" not in " ".join(second.cmdline())
+    second.terminate()
+    second.wait(10)
+    assert server.answers()
+    wait_for(lambda: len(server.front_ends()) == 2)
+    with server.only(server.front_ends()[1]):
+        wait_for(server.answers)
+    assert first.is_running()
+
+
+def test_a_signal_lets_every_front_end_finish_and_leaves_no_process(start):
+    server = start(rate=100, num_postprocess_workers=3)
+    streams = []
+    for one in server.front_ends():
+        with server.only(one):
+            streams.append(server.stream(40))
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        assert stream.events()[-1]["usage"]["completion_tokens"] == 40
+    assert server.process.wait(20) == 0
+    assert not [process for process in server.all[1:] if process.is_running()]
+    assert "Traceback" not in server.log
+
+
+def test_a_killed_engine_ends_the_requests_of_all_and_the_server(start):
+    server = start(rate=100, num_postprocess_workers=2)
+    streams = []
+    for one in server.front_ends():
+        with server.only(one):
+            streams.append(server.stream(10**6))
+    [engine] = server.children("scripted_engine")
+    engine.kill()
+    for stream in streams:
+        last = stream.events()[-1]
+        assert last["error"]["code"] == "engine_unavailable", last
+    assert server.process.wait(20) == 1
+    assert not [process for process in server.all[1:] if process.is_running()]
+
+
+def test_a_killed_first_front_end_takes_everything_with_it(start):
+    server = start(num_postprocess_workers=2)
+    server.children("scripted_engine")
+    server.all[0].kill()
+    server.process.wait(10)
+    wait_for(lambda: not any(process.is_running() for process in server.all[1:]))
+
+
+def test_a_thousand_streams_at_once_where_a_shell_allows_256_files(start):
+    server = start(rate=1000, num_files=256, num_postprocess_workers=2)
+    streams = [server.stream(4, "/v1/chat/completions") for _ in range(1000)]
+    for stream in streams:
+        assert stream.status == 200
+        assert stream.events()[-1]["usage"]["completion_tokens"] == 4
+    assert server.metrics()["penstock_request_success_total"] == 1000
+
+
+def test_a_slow_reader_gets_everything_in_fewer_events(start):
+    num_tokens = 100_000
+    server = start(rate=0)
+    slow = Stream(server.port, num_tokens, "/v1/completions", buffer=4096)
+    wait_for(lambda: server.metrics()["penstock_generated_tokens_total"] == num_tokens)
+    events = slow.events()
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    assert len(text) == num_tokens
+    assert events[-1]["usage"]["completion_tokens"] == num_tokens
+    assert len(events) < num_tokens * 0.8, "it was sent what it did not read"
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_cpus", "has_gpu", "expected"),
+    [
+        ({}, 64, False, 1),
+        ({"device": "cpu"}, 64, True, 1),
+        ({"max_batch_size": 16}, 64, True, 1),
+        ({}, 2, True, 1),
+        ({}, 8, True, 2),
+        ({}, 64, True, 4),
+        ({"num_postprocess_workers": 6}, 2, False, 6),
+        ({"num_postprocess_workers": 0}, 64, True, 1),
+    ],
+)
+def test_the_number_of_front_ends(settings, num_cpus, has_gpu, expected):
+    number, reason = choose_num_frontends(EngineConfig(**settings), num_cpus, has_gpu)
+    assert number == expected and reason
