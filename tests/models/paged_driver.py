@@ -12,6 +12,7 @@ from penstock.kernels.batch import ForwardBatch
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
+from penstock.quant.choose import Schemes
 from penstock.weights.load import load_weights
 
 BLOCK_SIZE = 4
@@ -66,11 +67,20 @@ class PagedDriver:
         return list(self.model.logits(self.model(batch)).split(sizes))
 
 
-def load_model(folder: Path, mesh: RankMesh | None = None, dtype: torch.dtype = torch.float32):
+def load_model(
+    folder: Path,
+    mesh: RankMesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    schemes: Schemes | None = None,
+):
+    """With `schemes` it is ready to run; without, its parameters are the checkpoint's numbers."""
     mesh = mesh or RankMesh.single()
     spec = parse_model_spec(folder)
-    model = build_model(spec, mesh, dtype, CPU, get_backend("reference"))
+    model = build_model(spec, mesh, dtype, CPU, get_backend("reference"), schemes)
     load_weights(model, folder, spec, mesh, progress=False)
+    if schemes is not None:
+        with torch.inference_mode():
+            model.finish()
     return model
 
 

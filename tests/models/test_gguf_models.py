@@ -4,12 +4,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from paged_driver import load_model, mixed_run, prompts
+from paged_driver import CPU, load_model, mixed_run, prompts
 from tiny_models import make_checkpoint, reference_model
 
 from penstock.errors import ConfigError
 from penstock.hub.gguf import GgufFile
+from penstock.kernels.gemm.codes import PackedWeight, unpack
 from penstock.models.spec import parse_model_spec
+from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.quant.choose import choose_schemes
 from penstock.weights.gguf import stream_gguf
 
 NAMES = {
@@ -37,8 +40,13 @@ def gguf_name(name: str) -> str:
     return name.replace("model.layers.", "blk.")
 
 
-def write_gguf(path, model, kind: QUANT = QUANT.F32, rope_factors=None) -> dict[str, np.ndarray]:
-    """Pack a transformers model as converters do; returns what the file holds, by HF name."""
+def write_gguf(
+    path, model, kind: QUANT = QUANT.F32, rope_factors=None, kinds: dict[str, QUANT] | None = None
+) -> dict[str, np.ndarray]:
+    """Pack a transformers model as converters do; returns what the file holds, by HF name.
+
+    `kinds` are exceptions from `kind`, by a word of the name.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_block_count(config.num_hidden_layers)
@@ -59,7 +67,8 @@ def write_gguf(path, model, kind: QUANT = QUANT.F32, rope_factors=None) -> dict[
             continue
         values = weight.float().numpy()
         packs = values.ndim == 2 and values.shape[1] % 32 == 0
-        used = kind if packs else QUANT.F32
+        wanted = next((k for word, k in (kinds or {}).items() if word in name), kind)
+        used = wanted if packs else QUANT.F32
         packed = gguf.quantize(values, used)
         held[name] = gguf.dequantize(packed, used).reshape(values.shape)
         is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
@@ -93,6 +102,77 @@ def test_a_packed_model_gives_the_logits_of_its_numbers(tmp_path, arch, fields, 
         with torch.inference_mode():
             truth = model(torch.tensor([text])).logits[0]
         torch.testing.assert_close(logits, truth, atol=1e-4, rtol=0)
+
+
+MIXED = {"v_proj": QUANT.Q8_0, "o_proj": QUANT.Q5_1, "up_proj": QUANT.F16, "embed": QUANT.Q8_0}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", [QUANT.Q4_0, QUANT.Q4_1, QUANT.Q5_0, QUANT.Q8_0], ids=str)
+@pytest.mark.parametrize("kinds", [{}, MIXED], ids=["one", "mixed"])
+def test_weights_that_stay_packed_give_the_same_logits(tmp_path, kind, kinds, tied):
+    checkpoint = make_checkpoint(tmp_path / "hf", "qwen2", tie_word_embeddings=tied)
+    path, model = tmp_path / "model.gguf", reference_model(checkpoint)
+    held = write_gguf(path, model, kind, kinds=kinds)
+    model.load_state_dict({n: torch.from_numpy(v) for n, v in held.items()}, strict=False)
+    packed = load_model(path, schemes=choose_schemes(None, path, torch.float32, CPU))
+    attention, mlp = packed.layers[0].attention, packed.layers[0].mlp
+    assert isinstance(attention.qkv_proj.weight, PackedWeight)
+    assert attention.qkv_proj.weight.form.bits == (4 if kind.name[1] == "4" and not kinds else 8)
+    # Half of gate_up has no codes: fp16.
+    assert isinstance(mlp.gate_up_proj.weight, PackedWeight) == (not kinds)
+    assert isinstance(packed.embed.weight, PackedWeight)
+    assert (packed.embed.weight is packed.head.weight) == tied
+    texts = prompts(model.config.vocab_size)
+    for text, logits in zip(texts, mixed_run(packed, texts), strict=True):
+        with torch.inference_mode():
+            truth = model(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(logits, truth, atol=1e-4, rtol=0)
+
+
+def test_a_share_of_the_inputs_stays_packed_where_it_is_whole_groups(tmp_path):
+    fields = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
+    path = tmp_path / "model.gguf"
+    model = reference_model(make_checkpoint(tmp_path / "hf", "llama", **fields))
+    held = write_gguf(path, model, QUANT.Q4_1)
+    shares = []
+    for rank in range(2):
+        mesh = RankMesh(rank, 2, dict.fromkeys(RankMesh.single().roles, RoleGroup(2, rank)))
+        schemes = choose_schemes(None, path, torch.float32, CPU)
+        shares.append(load_model(path, mesh, schemes=schemes))
+    for name, dim in (("attention.qkv_proj", 0), ("attention.o_proj", 1), ("embed", 0)):
+        weights = [model.get_submodule(_in_layer(name)).weight for model in shares]
+        parts = [unpack(weight) for weight in weights]
+        if name == "attention.qkv_proj":  # each rank has a part of each of the three
+            first, second = (part.split((64, 32, 32)) for part in parts)
+            parts = [torch.cat(both) for both in zip(first, second, strict=True)]
+            names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+            expected = np.concatenate([held[name] for name in names])
+        else:
+            expected = held[_NAMES_OF[name]]
+        whole = torch.cat(parts, dim)[: len(expected)]
+        assert torch.equal(whole, torch.from_numpy(expected)), name
+    # 96 inputs are 48 per rank, one and a half groups.
+    assert not isinstance(shares[0].layers[0].mlp.down_proj.weight, PackedWeight)
+    x_TI = torch.randn(3, 48)
+    with torch.inference_mode():
+        y_TO = (
+            shares[1]
+            .layers[0]
+            .mlp.down_proj.scheme.apply(shares[1].layers[0].mlp.down_proj, x_TI, add_bias=False)
+        )
+    expected = torch.from_numpy(held["model.layers.0.mlp.down_proj.weight"][:, 48:])
+    torch.testing.assert_close(y_TO, x_TI @ expected.T)
+
+
+_NAMES_OF = {
+    "attention.o_proj": "model.layers.0.self_attn.o_proj.weight",
+    "embed": "model.embed_tokens.weight",
+}
+
+
+def _in_layer(name: str) -> str:
+    return name if name == "embed" else f"layers.0.{name}"
 
 
 def test_the_configuration_is_that_of_the_packed_model(tmp_path):

@@ -122,8 +122,7 @@ def test_low_precision_model_stays_near_the_fp32_one(tmp_path):
         assert 0 < distance < 0.05
 
 
-def test_built_in_tiny_model_gives_the_logits_of_transformers(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+def test_built_in_tiny_model_gives_the_logits_of_transformers():
     folder = local_folder("tiny")
     sequences = prompts(json.loads((folder / "config.json").read_text())["vocab_size"])
     for ours, theirs in zip(

@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoConfig
 
 from penstock.errors import ConfigError
-from penstock.models.registry import check_supported, supported_architectures
+from penstock.models.registry import supported_architectures
 from penstock.models.spec import parse_model_spec
+from penstock.types.model_spec import Fp8Spec, QuantSpec
 
 REAL = Path(__file__).parents[3] / "shared" / "configs"
 BASE = {
@@ -43,6 +44,10 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
         with pytest.raises(ConfigError, match=config["architectures"][0]):
             parse_model_spec(REAL / name)
         return
+    if "NVFP4" in (quantization := _beside(name)):
+        with pytest.raises(ConfigError, match="NVFP4"):
+            parse_model_spec(REAL / name)
+        return
     spec, theirs = parse_model_spec(REAL / name), AutoConfig.from_pretrained(REAL / name)
     assert spec.architecture == config["architectures"][0]
     assert spec.vocab_size == theirs.vocab_size
@@ -63,7 +68,18 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
     eos = theirs.eos_token_id
     assert spec.eos_token_ids == tuple(eos if isinstance(eos, list) else [eos])
     assert spec.layer_windows == (None,) * spec.num_layers
-    assert bool(spec.quantization) == (REAL / name / "hf_quant_config.json").is_file()
+    if quantization:
+        fp8 = Fp8Spec(weights="tensor", inputs="static")
+        assert spec.quantization == QuantSpec(
+            format=fp8, excluded=("lm_head",), cache_dtype="float8_e4m3fn"
+        )
+    else:
+        assert spec.quantization is None
+
+
+def _beside(name: str) -> str:
+    path = REAL / name / "hf_quant_config.json"
+    return path.read_text() if path.is_file() else ""
 
 
 def test_fields_left_out_have_the_defaults_of_their_model_type(tmp_path):
@@ -189,10 +205,12 @@ def test_unreadable_config_is_a_config_error(tmp_path, text):
         parse_model_spec(tmp_path / "nothing")
 
 
-def test_quantised_checkpoint_parses_but_is_refused(tmp_path):
-    spec = parse(tmp_path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match=r"quantised \(fp8\)"):
-        check_supported(spec)
+def test_an_override_of_the_quantisation_wins_over_the_file_beside(tmp_path):
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(ConfigError, match=r"quantised \(NVFP4\).*supported are 8-bit floats"):
+        parse(tmp_path)
+    spec = parse(tmp_path, {"quantization_config": {"quant_algo": "FP8"}})
+    assert spec.quantization.format == Fp8Spec(weights="tensor", inputs="static")
 
 
 def test_parsing_needs_no_torch():

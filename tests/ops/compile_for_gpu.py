@@ -13,15 +13,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from penstock.kernels import pdl
 from penstock.kernels.attention.backend import get_backend
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10  # what one program may have on sm_90
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 DTYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -32,6 +34,7 @@ def compile_instead(
     kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
 ) -> None:
     names = kernel.arg_names
+    kwargs |= {"ON_GPU": True} if "ON_GPU" in kwargs else {}
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(names):
@@ -59,9 +62,13 @@ def compile_instead(
 
 def main() -> None:
     JITFunction.run = compile_instead
+    pdl.launch_options = lambda x: {"PDL": True, "launch_pdl": True}
     device, dtype = torch.device("cpu"), torch.bfloat16
     for case in OP_CASES:
-        case.op.implementations()["triton"].run(*case.make(dtype, device))
+        args = case.make(dtype, device)
+        for impl in case.op.implementations().values():
+            if impl.needs.kind == "cuda" and (impl.fits is None or impl.fits(*args)):
+                impl.run(*args)
     for case in (
         decodes(1, 700, num_heads=8),
         decodes(90, head_size=80, window=40),

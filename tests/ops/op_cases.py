@@ -10,10 +10,24 @@ from torch import Tensor
 from penstock.kernels.activation import silu_mul
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.fp8 import fp8_linear, quantize_fp8, rms_norm_fp8, silu_mul_fp8
 from penstock.kernels.gather import decode_inputs
+from penstock.kernels.gemm.codes import (
+    FORMS,
+    Codes,
+    Form,
+    PackedWeight,
+    pack,
+    packed_linear,
+    packed_rows,
+)
+from penstock.kernels.gemm.dense import dense_linear
+from penstock.kernels.gemm.few import gated_linear
 from penstock.kernels.norm import add_rms_norm, rms_norm
 from penstock.kernels.op import Op
 from penstock.kernels.rope import rope_kv_write
+
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,34 @@ def _rope_kv_write(
     return OpCase(rope_kv_write, name, make, mutated=(6, 7))
 
 
+def _linear(num_tokens: int, outputs: int, inputs: int, *, bias: bool = False) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, inputs, dtype=dtype, device=device)
+        weight = randn(outputs, inputs, dtype=dtype, device=device) * inputs**-0.5
+        return x, weight, randn(outputs, dtype=dtype, device=device) if bias else None
+
+    return OpCase(dense_linear, f"{num_tokens}x{outputs}x{inputs}" + "-bias" * bias, make)
+
+
+def _gated(
+    num_tokens: int, features: int, inputs: int, *, bias: bool = False, fp8: str = ""
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, inputs, dtype=dtype, device=device)
+        weight = randn(2 * features, inputs, dtype=dtype, device=device) * inputs**-0.5
+        b = randn(2 * features, dtype=dtype, device=device) if bias else None
+        if not fp8:
+            return x, None, weight, None, b, dtype, None
+        values, scale = quantize_fp8.reference(x, None, 0)
+        weight_scale = torch.rand(2 * features, device=device) * 0.01 + 0.001
+        weight = (weight.float() / weight_scale[:, None]).clamp(-448, 448).to(FP8)
+        out_scale = torch.full((1,), 0.02, device=device) if fp8 == "out" else None
+        return values, scale, weight, weight_scale, b, dtype, out_scale
+
+    name = f"{num_tokens}x{features}x{inputs}" + "-bias" * bias + f"-fp8{fp8}" * bool(fp8)
+    return OpCase(gated_linear, name, make)
+
+
 def _decode_inputs(num_entries: int, num_rows: int, block_size: int) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         rows = torch.randperm(num_rows)[:num_entries].int()
@@ -118,6 +160,93 @@ def _decode_inputs(num_entries: int, num_rows: int, block_size: int) -> OpCase:
         return *(x.to(device) for x in (rows, tokens, lengths, table)), block_size
 
     return OpCase(decode_inputs, f"{num_entries}of{num_rows}-s{block_size}", make)
+
+
+_SCALINGS = ("whole", "rows", "groups")
+
+
+def _static(scaling: str, value: float, device: torch.device) -> tuple[Tensor | None, int]:
+    """(scale, group) of a way to quantise: "whole", "rows" or "groups"."""
+    scale = torch.tensor([value], device=device) if scaling == "whole" else None
+    return scale, 128 if scaling == "groups" else 0
+
+
+def _quantize(num_tokens: int, size: int, scaling: str) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, size + 16, dtype=dtype, device=device)[:, :size]
+        x[0, : min(size, 128)] = 0.0
+        return x, *_static(scaling, 0.005, device)  # a few values are too large
+
+    return OpCase(quantize_fp8, f"{num_tokens}x{size}-{scaling}", make)
+
+
+def _norm_fp8(num_tokens: int, size: int, scaling: str, *, residual: bool = True) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        shapes = ((num_tokens, size), (num_tokens, size), (size,))
+        x, other, weight = (randn(*shape, dtype=dtype, device=device) for shape in shapes)
+        return x, other if residual else None, weight, 1e-5, *_static(scaling, 0.02, device)
+
+    name = f"{num_tokens}x{size}-{scaling}" + "-alone" * (not residual)
+    return OpCase(rms_norm_fp8, name, make)
+
+
+def _silu_fp8(num_tokens: int, size: int, scaling: str) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, 2 * size, dtype=dtype, device=device)
+        return x, *_static(scaling, 0.02, device)
+
+    return OpCase(silu_mul_fp8, f"{num_tokens}x{size}-{scaling}", make)
+
+
+def _fp8_linear(
+    num_tokens: int, inputs: int, outputs: int, scaling: str, weights: str, *, bias: bool = False
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, inputs, dtype=dtype, device=device)
+        values, scale = quantize_fp8.reference(x, *_static(scaling, 0.02, device))
+        weight = (30 * torch.randn(outputs, inputs)).to(torch.float8_e4m3fn).to(device)
+        shape = {
+            "whole": (1,),
+            "outputs": (outputs,),
+            "blocks": (-(-outputs // 128), -(-inputs // 128)),
+        }[weights]
+        weight_scale = (torch.rand(shape) + 0.5).to(device) / (30 * inputs**0.5)
+        bias_O = randn(outputs, dtype=dtype, device=device) if bias else None
+        return values, scale, weight, weight_scale, bias_O, dtype
+
+    name = f"{num_tokens}x{inputs}x{outputs}-{scaling}-{weights}" + "-bias" * bias
+    return OpCase(fp8_linear, name, make)
+
+
+def random_weight(form: Form, num_outputs: int, num_inputs: int) -> PackedWeight:
+    """Of exactly this form, its values of a weight's size."""
+    low, high = (0, 16) if form.bits == 4 else (-128, 128)
+    codes = torch.randint(low, high, (num_outputs, num_inputs), dtype=torch.int8)
+    shape = (num_outputs, num_inputs // form.group)
+    scales, minima = torch.rand(shape) / high**1.5, torch.rand(shape) * (-0.3 if low == 0 else 0.1)
+    weight = pack([Codes(codes, *(x.to(form.meta).float() for x in (scales, minima)))])
+    assert weight is not None and weight.form == form
+    return weight
+
+
+def _packed_linear(
+    form: Form, num_tokens: int, num_outputs: int, num_inputs: int, bias: bool = False
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, 2 * num_inputs, dtype=dtype, device=device)[:, :num_inputs]
+        b = randn(num_outputs, dtype=dtype, device=device) if bias else None
+        return x / num_inputs**0.5, random_weight(form, num_outputs, num_inputs), b
+
+    kind = f"{form.bits}-{form.meta}".replace("torch.", "")
+    return OpCase(packed_linear, f"{kind}-{num_tokens}x{num_inputs}x{num_outputs}", make)
+
+
+def _packed_rows(form: Form, num_tokens: int) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        return torch.randint(0, 70, (num_tokens,)), random_weight(form, 70, 96)
+
+    kind = f"{form.bits}-{form.meta}".replace("torch.", "")
+    return OpCase(packed_rows, f"{kind}-{num_tokens}", make)
 
 
 OP_CASES = [
@@ -137,9 +266,42 @@ OP_CASES = [
     _rope_kv_write(13, 12, 3, 64, 64, norm=True),
     _rope_kv_write(3, 2, 1, 256, 256),
     _rope_kv_write(7, 8, 2, 64, 64, fp8=True),
+    *(_quantize(*shape, way) for shape in ((1, 128), (5, 1408)) for way in _SCALINGS),
+    _quantize(3, 5000, "rows"),
+    _quantize(2, 1000, "whole"),
+    *(_norm_fp8(*shape, way) for shape in ((1, 128), (3, 896)) for way in _SCALINGS),
+    _norm_fp8(4, 1000, "rows", residual=False),
+    _norm_fp8(4, 1000, "whole", residual=False),
+    *(_silu_fp8(*shape, way) for shape in ((1, 128), (5, 1408)) for way in _SCALINGS),
+    _silu_fp8(3, 4500, "rows"),
+    _fp8_linear(1, 256, 64, "whole", "whole"),
+    _fp8_linear(33, 128, 176, "whole", "whole", bias=True),
+    _fp8_linear(5, 256, 80, "whole", "outputs"),
+    _fp8_linear(7, 384, 144, "rows", "outputs", bias=True),
+    _fp8_linear(2, 256, 128, "rows", "whole"),
+    _fp8_linear(3, 200, 72, "rows", "outputs"),
+    _fp8_linear(150, 256, 320, "rows", "outputs"),
+    _fp8_linear(1, 128, 128, "groups", "blocks"),
+    _fp8_linear(6, 384, 320, "groups", "blocks", bias=True),
+    _fp8_linear(40, 512, 256, "groups", "blocks"),
+    _linear(1, 70, 300),
+    _linear(1, 33, 5000, bias=True),
+    _linear(3, 64, 256, bias=True),
+    _linear(4, 100, 2100),
+    _gated(1, 35, 300),
+    _gated(3, 33, 2500, bias=True),
+    _gated(1, 24, 512, fp8="in"),
+    _gated(4, 25, 4500, fp8="out", bias=True),
     _decode_inputs(1, 4, 16),
     _decode_inputs(6, 9, 32),
     _decode_inputs(150, 160, 64),
+]
+# Of ops that only a CPU has.
+CPU_OP_CASES = [
+    *(_packed_linear(form, rows, 100, 320) for form in FORMS for rows in (1, 2, 3, 8, 37)),
+    _packed_linear(FORMS[0], 1, 7, 32, bias=True),
+    _packed_linear(FORMS[0], 20, 48, 544, bias=True),
+    *(_packed_rows(form, 9) for form in FORMS),
 ]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 
 from penstock.kernels.device import probe
+from penstock.kernels.native import library
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +28,15 @@ class Needs:
 
     kind: str  # "cuda" or "cpu"
     min_arch: int = 0
+    native: bool = False
+
+    def missing(self) -> str | None:
+        """What this machine lacks, for good; None when it has everything."""
+        if self.min_arch and (found := probe().arch) < self.min_arch:
+            return f"needs sm_{self.min_arch}, this is sm_{found}"
+        if self.native and library() is None:
+            return "needs the native library"
+        return None
 
 
 def arch(minimum: int) -> Needs:
@@ -38,6 +48,11 @@ def cpu() -> Needs:
     return Needs("cpu")
 
 
+def native() -> Needs:
+    """A CPU, and the library of C functions: `kernels/native`."""
+    return Needs("cpu", native=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Impl(Generic[P, R]):
     name: str
@@ -47,8 +62,8 @@ class Impl(Generic[P, R]):
 
     def refusal(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """Why this implementation cannot take the call; None when it can."""
-        if self.needs.min_arch and (found := probe().arch) < self.needs.min_arch:
-            return f"needs sm_{self.needs.min_arch}, this is sm_{found}"
+        if (missing := self.needs.missing()) is not None:
+            return missing
         if self.fits is not None and not self.fits(*args, **kwargs):
             return "does not fit these shapes"
         return None
@@ -68,7 +83,7 @@ class Op(Generic[P, R]):
         self._gpu_module = gpu_module
         self._impls: dict[str, Impl[P, R]] = {}
         self._picks: dict[tuple[Any, ...], Callable[P, R]] = {}
-        self._cpu: Callable[P, R] | None = reference  # None: the pick depends on the signature
+        self._first_on_cpu: Impl[P, R] | None = None  # of those that can run here; None: not known
 
     def impl(
         self, name: str, *, needs: Needs, fits: Callable[P, bool] | None = None
@@ -79,8 +94,7 @@ class Op(Generic[P, R]):
             assert name not in self._impls and name != "reference", (self._name, name)
             self._impls[name] = Impl(name, run, needs, fits)
             self._picks.clear()
-            if needs.kind == "cpu" and self._cpu is self.reference:
-                self._cpu = run if fits is None else None
+            self._first_on_cpu = None
             return run
 
         return register
@@ -89,8 +103,10 @@ class Op(Generic[P, R]):
         if kwargs:
             return self(*self._positional(*args, **kwargs))  # type: ignore[call-arg]
         on_gpu: bool = args[0].is_cuda  # type: ignore[attr-defined]
-        if not on_gpu and self._cpu is not None:
-            return self._cpu(*args)  # type: ignore[call-arg]
+        if not on_gpu:  # asking the first one costs less than a key
+            first = self._first_on_cpu or self._find_first_on_cpu()
+            if first.fits is None or first.fits(*args):  # type: ignore[call-arg]
+                return first.run(*args)  # type: ignore[call-arg]
         key = tuple([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args])
         run = self._picks.get((on_gpu, key))
         if run is None:
@@ -122,6 +138,13 @@ class Op(Generic[P, R]):
                 return candidate, refusals
             refusals.append(f"{candidate.name} {why}")
         return Impl("reference", self.reference, Needs(kind), None), refusals
+
+    def _find_first_on_cpu(self) -> Impl[P, R]:
+        self._first_on_cpu = next(
+            (i for i in self._impls.values() if i.needs.kind == "cpu" and not i.needs.missing()),
+            Impl("reference", self.reference, cpu(), None),
+        )
+        return self._first_on_cpu
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature:

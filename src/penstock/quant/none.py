@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.formats import PLAIN, Activation, InputFormat
-from penstock.kernels.gemm import linear, packed
+from penstock.kernels.formats import PLAIN, Activation, InputFormat, Plain
+from penstock.kernels.gemm import gated_linear, linear, packed
 from penstock.parallel.parameter import new_parameter
-from penstock.parallel.shard import Piece
-from penstock.quant.scheme import LinearShape
+from penstock.quant.scheme import LinearShape, create_bias, gates_with_product, matrix_pieces
 
 
 class Unquantized:
@@ -20,17 +20,10 @@ class Unquantized:
             (shape.num_outputs, shape.num_inputs),
             dtype,
             device,
-            tuple(Piece((outputs, shape.inputs)) for outputs in shape.outputs),
+            matrix_pieces(shape),
         )
-        if shape.has_bias:
-            layer.bias = new_parameter(
-                (shape.num_outputs,),
-                dtype,
-                device,
-                tuple(Piece((outputs,)) for outputs in shape.outputs),
-            )
-        else:
-            layer.register_parameter("bias", None)
+        layer.weight.data[shape.num_outputs - shape.num_padding :].zero_()
+        create_bias(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
         weight = layer.weight
@@ -43,3 +36,15 @@ class Unquantized:
     def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
         assert isinstance(x_TI, Tensor)
         return linear(x_TI, layer.weight, layer.bias if add_bias else None)
+
+    def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
+        assert isinstance(x_TI, Tensor)
+        if not isinstance(wanted, Plain) or not gates_with_product(layer, x_TI.shape[0]):
+            return None
+        return gated_linear(x_TI, None, layer.weight, None, layer.bias, x_TI.dtype, None)
+
+    def finish_table(self, layer: Any) -> None:
+        """Packed rows could not be looked up; a head with the same table packs a copy."""
+
+    def lookup(self, layer: Any, ids_T: Tensor) -> Tensor:
+        return F.embedding(ids_T, layer.weight)

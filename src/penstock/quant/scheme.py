@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.formats import Activation, InputFormat
-from penstock.parallel.shard import Share
+from penstock.kernels.gemm.few import MAX_TOKENS
+from penstock.parallel.parameter import new_parameter
+from penstock.parallel.shard import Piece, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +23,11 @@ class LinearShape:
     outputs: tuple[Share, ...]
     inputs: Share
     has_bias: bool
+    num_padding: int = 0  # rows of zeros behind the others
 
     @property
     def num_outputs(self) -> int:
-        return sum(share.target.size for share in self.outputs)
+        return sum(share.target.size for share in self.outputs) + self.num_padding
 
     @property
     def num_inputs(self) -> int:
@@ -49,3 +52,39 @@ class LinearScheme(Protocol):
     def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
         """x times the matrix of a layer that `create` saw, plus its bias if `add_bias`."""
         ...
+
+    def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
+        """silu(gate) * up of the product. None: no shorter way than one after the other."""
+        ...
+
+
+class TableScheme(LinearScheme, Protocol):
+    """Of matrices whose rows are also looked up: the embedding and a head that may share it."""
+
+    def finish_table(self, layer: Any) -> None:
+        """As `finish`, for a layer whose rows are looked up. Another may share its parameter."""
+        ...
+
+    def lookup(self, layer: Any, ids_T: Tensor) -> Tensor:
+        """Rows of the matrix of a layer that `finish_table` saw."""
+        ...
+
+
+def gates_with_product(layer: Any, num_tokens: int) -> bool:
+    """Few enough tokens for `gated_linear`, on a device that has it."""
+    return num_tokens <= MAX_TOKENS and bool(layer.device.type == "cuda")
+
+
+def matrix_pieces(shape: LinearShape) -> tuple[Piece, ...]:
+    return tuple(Piece((outputs, shape.inputs)) for outputs in shape.outputs)
+
+
+def create_bias(
+    layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Biases are never quantised; `layer.bias` is None where there is none."""
+    if not shape.has_bias:
+        layer.register_parameter("bias", None)
+        return
+    pieces = tuple(Piece((outputs,)) for outputs in shape.outputs)
+    layer.bias = new_parameter((shape.num_outputs,), dtype, device, pieces)

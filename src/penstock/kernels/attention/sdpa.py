@@ -1,5 +1,6 @@
-"""Paged attention on a CPU through torch's fused one: decodes in batches, prefills one by one.
+"""Paged attention on a CPU: decodes in C, prefills one by one through torch's fused attention.
 
+Where the C functions are missing or do not fit, decodes go through torch as well, in batches.
 What depends only on the step (index tensors, masks, groups) is worked out at its first layer and
 kept for the others, so a layer costs two gathers and one attention call per group.
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.attention import native
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
 
@@ -78,10 +80,14 @@ class SdpaAttention:
         params: AttentionParams,
     ) -> Tensor:
         _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
-        plan, scale = self._plan(batch, num_kv_heads, block_size, params.window), params.scale
-        if len(plan.groups) == 1 and not plan.prefills:
-            return _decode(q_THD, k_cache_BKSD, v_cache_BKSD, plan.groups[0], scale)
+        scale, num_grouped = params.scale, batch.num_decodes
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        if num_grouped and native.can_decode(q_THD, k_cache_BKSD):
+            native.decode(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params, out_THD)
+            if num_grouped == batch.num_entries:
+                return out_THD
+            num_grouped = 0
+        plan = self._plan(batch, num_grouped, num_kv_heads, block_size, params.window)
         for group in plan.groups:
             q_NHD = q_THD[group.tokens]
             out_THD[group.tokens] = _decode(q_NHD, k_cache_BKSD, v_cache_BKSD, group, scale)
@@ -100,7 +106,12 @@ class SdpaAttention:
         return out_THD
 
     def _plan(
-        self, batch: ForwardBatch, num_kv_heads: int, block_size: int, window: int | None
+        self,
+        batch: ForwardBatch,
+        num_grouped: int,
+        num_kv_heads: int,
+        block_size: int,
+        window: int | None,
     ) -> _Plan:
         """The step's plan, made once per kind of layer. A `ForwardBatch` object is one step."""
         if batch is not self._batch:
@@ -109,7 +120,8 @@ class SdpaAttention:
         key = (num_kv_heads, block_size, window)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = _make_plan(batch, num_kv_heads, block_size, window)
+            plan = _make_plan(batch, num_grouped, num_kv_heads, block_size, window)
+            self._plans[key] = plan
         return plan
 
 
@@ -140,14 +152,14 @@ def _gather(
 
 
 def _make_plan(
-    batch: ForwardBatch, num_kv_heads: int, block_size: int, window: int | None
+    batch: ForwardBatch, num_grouped: int, num_kv_heads: int, block_size: int, window: int | None
 ) -> _Plan:
     """In numpy, whose small operations cost less than torch's."""
     rows_N, kv_lens_N = batch.rows_N.numpy(), batch.kv_lens_N.numpy()
     table_RM, starts_N1 = batch.block_table_RM.numpy(), batch.query_starts_N1.numpy()
     groups = []
-    for entries in _group_by_length(kv_lens_N[: batch.num_decodes].tolist(), window):
-        is_all = len(entries) == batch.num_decodes
+    for entries in _group_by_length(kv_lens_N[:num_grouped].tolist(), window):
+        is_all = len(entries) == num_grouped
         tokens = slice(0, len(entries)) if is_all else torch.tensor(entries)
         groups.append(
             _plan_decode(

@@ -9,6 +9,10 @@ number of sequences, which changes nothing in the arithmetic. The one exception 
 when one program per (sequence, kv head) already fills the device it walks all keys in one span and
 saves the second launch, so the last bits may differ on the two sides of that batch size.
 
+A cache of 8-bit floats is read as pairs of channels: tensor cores take 16-bit elements from shared
+memory in any direction, 8-bit ones only in one. The channels with even and with odd numbers then go
+separate ways, as fp16, which holds all 8-bit floats exactly.
+
 Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one.
 """
 
@@ -20,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _LOG2_E = 1.4426950408889634
 _NO_WINDOW = 1 << 30
@@ -52,13 +57,13 @@ def _span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def _attend(
+def _attend_plain(
     q, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
     scale_log2, stride_b,
     S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
+    """As `_attend`."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     in_head = cols < D
     m = tl.full((BLOCK_G,), -float("inf"), tl.float32)
@@ -85,17 +90,119 @@ def _attend(
 
 
 @triton.jit
+def _first_of(pair, ON_GPU: tl.constexpr):
+    """The first of two 8-bit floats as fp16, smaller by the factor 256."""
+    if ON_GPU:  # two pairs at once
+        number = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 number, sign;
+            shl.b32 number, $1, 7;
+            and.b32 number, number, 0x3f803f80;
+            shl.b32 sign, $1, 8;
+            and.b32 sign, sign, 0x80008000;
+            or.b32 $0, number, sign;
+            }""", "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        bits = ((pair << 7) & 0x3F80) | ((pair << 8) & -0x8000)
+        number = bits.to(tl.float16, bitcast=True)
+    return number
+
+
+@triton.jit
+def _second_of(pair, ON_GPU: tl.constexpr):
+    if ON_GPU:
+        number = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 number, sign;
+            shr.b32 number, $1, 1;
+            and.b32 number, number, 0x3f803f80;
+            and.b32 sign, $1, 0x80008000;
+            or.b32 $0, number, sign;
+            }""", "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        bits = ((pair >> 1) & 0x3F80) | (pair & -0x8000)
+        number = bits.to(tl.float16, bitcast=True)
+    return number
+
+
+@triton.jit
+def _attend_pairs(
+    q_even, q_odd, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
+    scale_log2, stride_b,
+    S: tl.constexpr, P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
+    TILE: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """As `_attend`, of a cache of 8-bit floats seen as P pairs a head; `acc` is 256 times small."""
+    cols = tl.arange(0, BLOCK_P)[None, :]
+    in_head = cols < P
+    m = tl.full((BLOCK_G,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    even = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
+    odd = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
+    for start in tl.range(first_key, end_key, TILE):
+        keys = start + tl.arange(0, TILE)
+        inside = keys < end_key
+        block = tl.load(table_ptr + keys // S, mask=inside, other=0).to(tl.int64)
+        at = (block * stride_b + (keys % S) * P)[:, None] + cols
+        mask = inside[:, None] & in_head
+        k = tl.load(k_ptr + at, mask=mask, other=0)
+        v = tl.load(v_ptr + at, mask=mask, other=0)
+        scores = tl.dot(q_even, tl.trans(_first_of(k, ON_GPU)))
+        scores = tl.dot(q_odd, tl.trans(_second_of(k, ON_GPU)), acc=scores) * (256.0 * scale_log2)
+        seen = inside & (keys >= seen_from)
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(scores - m_new[:, None])
+        total = total * alpha + tl.sum(p, axis=1)
+        p = p.to(tl.float16)
+        even = tl.dot(p, _first_of(v, ON_GPU), acc=even * alpha[:, None])
+        odd = tl.dot(p, _second_of(v, ON_GPU), acc=odd * alpha[:, None])
+        m = m_new
+    return m, total, even, odd
+
+
+@triton.jit
+def _attend(
+    q, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
+    scale_log2, stride_b,
+    S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, IN_PAIRS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
+    if IN_PAIRS:
+        pairs = tl.reshape(q.to(tl.float16), (BLOCK_G, BLOCK_D // 2, 2))
+        q_even, q_odd = tl.split(pairs)
+        m, total, even, odd = _attend_pairs(
+            q_even, q_odd, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
+            scale_log2, stride_b, S, D // 2, BLOCK_G, BLOCK_D // 2, TILE, ON_GPU,
+        )  # fmt: skip
+        acc = tl.interleave(even, odd) * 256.0
+    else:
+        m, total, acc = _attend_plain(
+            q, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
+            scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE,
+        )  # fmt: skip
+    return m, total, acc
+
+
+@triton.jit
 def _decode(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr, table_ptr,
     scale_log2, v_scale, window, stride_qn, stride_b, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr,
+    IN_PAIRS: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (p, k, n) of P takes splits p, p + P, ... of sequence n and kv head k.
 
     DIRECT: P is 1, writes out[n] itself. Else partial[n, h, split] and its log2-sum-exp.
     """
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     kv_head = tl.program_id(1)
     entry = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + entry)
@@ -108,14 +215,15 @@ def _decode(
     cols = tl.arange(0, BLOCK_D)[None, :]
     inside = (g < G)[:, None] & (cols < D)
     q = tl.load(q_ptr + entry * stride_qn + heads * D + cols, mask=inside, other=0.0)
-    k_ptr += kv_head * (S * D)
-    v_ptr += kv_head * (S * D)
+    HEAD: tl.constexpr = S * D // 2 if IN_PAIRS else S * D
+    k_ptr += kv_head * HEAD
+    v_ptr += kv_head * HEAD
     table_ptr += row * stride_table
 
     if DIRECT:
         m, total, acc = _attend(
             q, k_ptr, v_ptr, table_ptr, first, kv_len, seen_from,
-            scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE,
+            scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, ON_GPU,
         )  # fmt: skip
         out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (entry * (K * G) + heads) * D + cols, out, mask=inside)
@@ -126,7 +234,7 @@ def _decode(
             start = first + split * span
             m, total, acc = _attend(
                 q, k_ptr, v_ptr, table_ptr, start, tl.minimum(start + span, kv_len), seen_from,
-                scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE,
+                scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, ON_GPU,
             )  # fmt: skip
             at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
             tl.store(
@@ -139,9 +247,11 @@ def _decode(
 def _reduce(
     partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, window,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr,
+    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[n, h] = sum over splits of partial * 2^lse / sum over splits of 2^lse; program (h, n)."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     head = tl.program_id(0)
     entry = tl.program_id(1).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + entry)
@@ -188,6 +298,9 @@ def decode(
         triton.cdiv(max_kv_len, c.min_span),
         max(1, c.programs // (num_entries * num_kv_heads)),
     )
+    in_pairs = k_cache_BKSD.element_size() == 1 and q_NHD.element_size() == 2
+    if in_pairs:
+        k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
     window = _NO_WINDOW if params.window is None else params.window
     block_d = triton.next_power_of_2(head_size)
     partial, lse = out_NHD, out_NHD  # not touched by a single program
@@ -201,12 +314,13 @@ def decode(
         q_NHD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=num_heads // num_kv_heads, D=head_size, S=block_size,
         BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_D=block_d,
-        TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, DIRECT=programs == 1,
-        num_warps=c.num_warps, num_stages=c.num_stages,
+        TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits,
+        DIRECT=programs == 1, IN_PAIRS=in_pairs, ON_GPU=q_NHD.is_cuda,
+        num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
     if programs > 1:
         _reduce[(num_heads, num_entries)](
             partial, lse, out_NHD, kv_lens_N, window,
             H=num_heads, D=head_size, BLOCK_D=block_d, TILE=c.tile,
-            MIN_SPAN=c.min_span, SPLITS=c.max_splits, num_warps=4,
+            MIN_SPAN=c.min_span, SPLITS=c.max_splits, num_warps=4, **launch_options(q_NHD),
         )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _LOG2_E = 1.4426950408889634
 
@@ -86,12 +87,14 @@ def _prefill(
     q_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, first_entry,
     scale_log2, v_scale, window, stride_qt, stride_b, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, k, n): the i-th last tile of rows of entry first_entry + n, for kv head k.
 
     Row r is head r % G of query r // G. The last tiles see the most keys and start first.
     """
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     kv_head = tl.program_id(1)
     entry = first_entry + tl.program_id(2)
     start = tl.load(starts_ptr + entry)
@@ -112,6 +115,8 @@ def _prefill(
     inside = (queries < num_queries)[:, None] & (cols < D)
     q_at = tokens[:, None] * stride_qt + heads[:, None] * D + cols
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
+    if k_ptr.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)  # it holds all 8-bit floats exactly
 
     num_before = kv_len - num_queries
     positions = num_before + queries
@@ -166,4 +171,5 @@ def prefill(
         K=num_kv_heads, G=group, D=head_size, S=block_size,
         BLOCK_D=triton.next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
         HAS_WINDOW=params.window is not None, num_warps=c.num_warps, num_stages=c.num_stages,
+        **launch_options(q_THD),
     )  # fmt: skip

@@ -3,9 +3,11 @@
 Legend: N entries, R rows, M blocks a row may have.
 """
 
+import torch
 from torch import Tensor
 
-from penstock.kernels.op import op
+from penstock.kernels.native import library
+from penstock.kernels.op import native, op
 
 
 @op(gpu_module="penstock.kernels.gather.triton")
@@ -30,3 +32,22 @@ def decode_inputs(
         (positions_N + 1).int(),
         blocks_N * block_size + positions_N % block_size,
     )
+
+
+@decode_inputs.impl("native", needs=native())
+def decode_inputs_native(
+    rows_N: Tensor,
+    last_tokens_R: Tensor,
+    lengths_R: Tensor,
+    block_table_RM: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_entries = rows_N.shape[0]
+    ids_N, positions_N, slots_N = torch.empty((3, num_entries), dtype=torch.int64).unbind()
+    kv_lens_N = torch.empty(num_entries, dtype=torch.int32)
+    library().decode_inputs(  # type: ignore[union-attr]
+        rows_N.data_ptr(), last_tokens_R.data_ptr(), lengths_R.data_ptr(),
+        block_table_RM.data_ptr(), ids_N.data_ptr(), positions_N.data_ptr(), kv_lens_N.data_ptr(),
+        slots_N.data_ptr(), num_entries, block_table_RM.shape[1], block_size,
+    )  # fmt: skip
+    return ids_N, positions_N, kv_lens_N, slots_N

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.op import op
+
 # Rows the blocked layout is chosen for. Good for one row as well: two threads of an AMD EPYC, fp32,
 # forty 4096 x 576 matrices, against F.linear: 1 row 14 ms / 30, 4 rows 12 / 42, 8 rows 15 / 36,
 # 64 rows 59 / 93, 256 rows 219 / 275 (2026-11-15).
@@ -22,8 +24,14 @@ def packed(weight_OI: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _ROWS)
 
 
+@op(gpu_module="penstock.kernels.gemm.skinny")
+def dense_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T + b."""
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + b; `weight_OI` is plain or comes from `packed`."""
     if weight_OI.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")
-    return F.linear(x_TI, weight_OI, bias_O)
+    return dense_linear(x_TI, weight_OI, bias_O)

@@ -7,20 +7,24 @@ extensions, so one source serves AVX-512, AVX2 and NEON.
 
 import ctypes
 import functools
+from pathlib import Path
+
+import torch
 
 from penstock import log
-from penstock.kernels.native.build import BuildError, build
+from penstock.kernels.native.compiler import BuildError, compiled
 
 _log = log.get(__name__)
 
 # The C functions and their arguments: p pointer (0 is NULL), i int64, f float. All return nothing.
 _FUNCTIONS = {
+    "set_num_threads": "i",
     "packed_linear": "pii pp pi iiii",
     "packed_rows": "pi p pi iiii",
-    "rms_norm": "pii p pp iif",
+    "rms_norm": "pi pp pp iif",
     "silu_mul": "pi p ii",
-    "rope_kv_write": "pipp f p pp ppp iiiiiii",
-    "decode_attention": "pi pp ppp p iiiiiii f",
+    "rope_kv_write": "pipp f ppp ppp iiiiiii",
+    "decode_attention": "pi pp ppp p iiiiiiii f",
     "decode_inputs": "pppp pppp iii",
     "argmax": "pi p ii",
 }
@@ -31,12 +35,24 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 def library() -> ctypes.CDLL | None:
     """The functions above; None where they cannot be had, which is said once in the log."""
     try:
-        loaded = ctypes.CDLL(str(build()))
-        for name, letters in _FUNCTIONS.items():
-            function = getattr(loaded, name)
-            function.argtypes = [_TYPES[letter] for letter in letters.replace(" ", "")]
-            function.restype = None
-    except (BuildError, OSError, AttributeError) as error:
+        return load(compiled())
+    except (BuildError, OSError) as error:
         _log.warning("no native ops, torch's own are slower: %s", error)
         return None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    for name, letters in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.argtypes = [_TYPES[letter] for letter in letters.replace(" ", "")]
+        function.restype = None
+    loaded.set_num_threads(torch.get_num_threads())
     return loaded
+
+
+def set_num_threads(count: int) -> None:
+    """How many threads share the work of an op: as many as torch had when the library was loaded,
+    unless said here."""
+    if (loaded := library()) is not None:
+        loaded.set_num_threads(count)

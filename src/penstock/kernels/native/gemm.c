@@ -1,4 +1,4 @@
-/* Products with packed weights, in fp32. The layout is that of kernels/gemm/packed.py:
+/* Products with packed weights, in fp32. The layout is that of kernels/gemm/codes.py:
 
    A tile is 16 outputs. Of each tile, group after group of inputs lie 16 scales, 16 minima and the
    codes, in 32-bit words of 16 outputs: a word holds eight 4-bit or four signed 8-bit codes of
@@ -6,9 +6,16 @@
 
 #include <string.h>
 
+#include "pool.h"
 #include "vector.h"
 
-enum { TILE = 16, VECTORS = TILE / LANES, CHUNK = 256 };
+enum {
+  TILE = 16,
+  VECTORS = TILE / LANES,
+  CHUNK = 768,         /* inputs unpacked at once */
+  ROW_BLOCK = 256,     /* rows that stay in the second-level cache beside them */
+  WORTHWHILE = 1 << 15 /* weights that are worth handing to another thread, about 2 us */
+};
 
 /* Rows multiplied at once, and tiles unpacked at once: as many sums as there are registers for. */
 #if defined(__AVX512F__)
@@ -94,45 +101,53 @@ INLINE void few_rows(const Product *p, int64_t first, int64_t last, Form form, i
   }
 }
 
-/* Any number of rows: a panel of weights is unpacked, then multiplied with all of them. */
+/* Panel of weights [inputs, outputs] of some tiles: inputs begin..begin + depth - 1. */
+INLINE void unpack(const Product *p, int64_t tile, int num_tiles, int64_t begin, int depth,
+                   Form form, floats panel[][PANEL * VECTORS]) {
+  for (int t = 0; t < num_tiles; t++)
+    for (int g = 0; g < depth / form.group; g++) {
+      const int64_t group = (tile + t) * p->num_groups + begin / form.group + g;
+      const uint8_t *at = p->weight + group * record_bytes(form);
+      for (int v = 0; v < VECTORS; v++) {
+        floats scale = load_meta(at, v, form);
+        floats minimum = load_meta(at + TILE * form.meta_bytes, v, form);
+        UNROLL for (int k = 0; k < form.group; k++) {
+          floats code = load_code(at + 2 * TILE * form.meta_bytes, k, v, form);
+          panel[g * form.group + k][t * VECTORS + v] = code * scale + minimum;
+        }
+      }
+    }
+}
+
+/* Any number of rows: a panel of weights is unpacked, then multiplied with a block of them. */
 INLINE void many_rows(const Product *p, int64_t first, int64_t last, Form form) {
   static _Thread_local floats panel[CHUNK][PANEL * VECTORS];
   const int64_t num_inputs = p->num_groups * form.group;
-  for (int64_t tile = first; tile < last; tile += PANEL) {
-    int num_tiles = last - tile < PANEL ? (int)(last - tile) : PANEL;
-    for (int64_t begin = 0; begin < num_inputs; begin += CHUNK) {
-      int depth = num_inputs - begin < CHUNK ? (int)(num_inputs - begin) : CHUNK;
-      for (int i = 0; i < num_tiles * (depth / form.group); i++) {
-        int t = i / (depth / form.group), g = i % (depth / form.group);
-        int64_t group = (tile + t) * p->num_groups + begin / form.group + g;
-        const uint8_t *at = p->weight + group * record_bytes(form);
-        for (int v = 0; v < VECTORS; v++) {
-          floats scale = load_meta(at, v, form);
-          floats minimum = load_meta(at + TILE * form.meta_bytes, v, form);
-          UNROLL for (int k = 0; k < form.group; k++) {
-            floats code = load_code(at + 2 * TILE * form.meta_bytes, k, v, form);
-            panel[g * form.group + k][t * VECTORS + v] = code * scale + minimum;
+  for (int64_t top = 0; top < p->num_rows; top += ROW_BLOCK)
+    for (int64_t tile = first; tile < last; tile += PANEL)
+      for (int64_t begin = 0; begin < num_inputs; begin += CHUNK) {
+        const int64_t bottom = top + ROW_BLOCK < p->num_rows ? top + ROW_BLOCK : p->num_rows;
+        const int num_tiles = last - tile < PANEL ? (int)(last - tile) : PANEL;
+        const int depth = num_inputs - begin < CHUNK ? (int)(num_inputs - begin) : CHUNK;
+        unpack(p, tile, num_tiles, begin, depth, form, panel);
+        for (int64_t row = top; row < bottom; row += ROWS) {
+          const int num_rows = bottom - row < ROWS ? (int)(bottom - row) : ROWS;
+          const float *x[ROWS];
+          for (int r = 0; r < ROWS; r++)
+            x[r] = p->x + (row + (r < num_rows ? r : 0)) * p->x_stride + begin;
+          floats total[ROWS][PANEL * VECTORS] = {};
+          for (int k = 0; k < depth; k++) {
+            UNROLL for (int r = 0; r < ROWS; r++)
+              UNROLL for (int v = 0; v < PANEL * VECTORS; v++)
+                total[r][v] += panel[k][v] * x[r][k];
           }
+          for (int r = 0; r < num_rows; r++)
+            write_tile(p, (const float *)total[r], row + r, tile * TILE, num_tiles * TILE, !begin);
         }
       }
-      for (int64_t row = 0; row < p->num_rows; row += ROWS) {
-        int num_rows = p->num_rows - row < ROWS ? (int)(p->num_rows - row) : ROWS;
-        const float *x[ROWS];
-        for (int r = 0; r < ROWS; r++)
-          x[r] = p->x + (row + (r < num_rows ? r : 0)) * p->x_stride + begin;
-        floats total[ROWS][PANEL * VECTORS] = {};
-        for (int k = 0; k < depth; k++) {
-          UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int v = 0; v < PANEL * VECTORS; v++) total[r][v] += panel[k][v] * x[r][k];
-        }
-        for (int r = 0; r < num_rows; r++)
-          write_tile(p, (const float *)total[r], row + r, tile * TILE, num_tiles * TILE, !begin);
-      }
-    }
-  }
 }
 
-/* One thread's share of the tiles. */
+/* Some of the tiles. */
 INLINE void multiply(const Product *p, int64_t first, int64_t last, Form form) {
   if (p->num_rows == 1)
     few_rows(p, first, last, form, 1, 4);
@@ -150,9 +165,9 @@ INLINE void multiply(const Product *p, int64_t first, int64_t last, Form form) {
 enum { U4_HALF, U4_FLOAT, I8_HALF, I8_FLOAT };
 static const Form forms[] = {{4, 32, 2}, {4, 32, 4}, {8, 32, 2}, {8, 16, 4}};
 
-#define VERSION(name, ...)                                                                      \
-  static __attribute__((noinline)) void name(const Product *p, int64_t first, int64_t last) { \
-    multiply(p, first, last, (Form){__VA_ARGS__});                                             \
+#define VERSION(name, ...)                                              \
+  static void name(const void *product, int64_t first, int64_t last) { \
+    multiply(product, first, last, (Form){__VA_ARGS__});               \
   }
 VERSION(multiply_u4_half, 4, 32, 2)
 VERSION(multiply_u4_float, 4, 32, 4)
@@ -168,8 +183,8 @@ static int form_of(int64_t bits, int64_t meta_bytes) {
 void packed_linear(const float *x, int64_t x_stride, int64_t num_rows, const uint8_t *weight,
                    const float *bias, float *y, int64_t y_stride, int64_t num_outputs,
                    int64_t num_inputs, int64_t bits, int64_t meta_bytes) {
-  static void (*const versions[])(const Product *, int64_t, int64_t) = {
-      multiply_u4_half, multiply_u4_float, multiply_i8_half, multiply_i8_float};
+  static const Chunk versions[] = {multiply_u4_half, multiply_u4_float, multiply_i8_half,
+                                   multiply_i8_float};
   const int which = form_of(bits, meta_bytes);
   const int group = forms[which].group;
   const int64_t num_groups = num_inputs / group, num_tiles = (num_outputs + TILE - 1) / TILE;
@@ -183,12 +198,8 @@ void packed_linear(const float *x, int64_t x_stride, int64_t num_rows, const uin
   }
   const Product product = {x, bias, weight, y, sums, x_stride, y_stride, num_rows, num_outputs,
                            num_groups};
-#pragma omp parallel
-  {
-    int64_t threads = NUM_THREADS(), thread = THREAD();
-    int64_t first = num_tiles * thread / threads, last = num_tiles * (thread + 1) / threads;
-    if (first < last) versions[which](&product, first, last);
-  }
+  const int64_t step = even_step(num_tiles, 1 + WORTHWHILE / (num_inputs * num_rows * TILE));
+  in_chunks(versions[which], &product, num_tiles, (step + PANEL - 1) / PANEL * PANEL);
 }
 
 /* out[T, I] = rows `ids` of the packed matrix; an id that has no row gives zeros. */

@@ -5,15 +5,6 @@
 
 #include <stdint.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#define NUM_THREADS() omp_get_num_threads()
-#define THREAD() omp_get_thread_num()
-#else
-#define NUM_THREADS() 1
-#define THREAD() 0
-#endif
-
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 
@@ -37,13 +28,29 @@ INLINE floats load(const float *at) { return *(const floats_at *)at; }
 INLINE void store(float *at, floats x) { *(floats_at *)at = x; }
 INLINE floats all(float x) { return x - (floats){}; }
 
-/* Lanes added in pairs, so that the order does not depend on how wide a register is used. */
+/* Neighbours added: first those of a, then those of b. */
+INLINE floats add_pairs(floats a, floats b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX__)
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
+
+/* Lane i is the sum of all lanes of x[i]; x is used up. */
+INLINE floats sum_each(floats x[LANES]) {
+  UNROLL for (int width = LANES / 2; width; width /= 2)
+    UNROLL for (int i = 0; i < width; i++) x[i] = add_pairs(x[2 * i], x[2 * i + 1]);
+  return x[0];
+}
+
 INLINE float sum(floats x) {
-  float lanes[LANES];
-  store(lanes, x);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  return lanes[0];
+  UNROLL for (int width = LANES; width > 1; width /= 2) x = add_pairs(x, x);
+  return x[0];
 }
 
 INLINE float max_lane(floats x) {

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.norm.reference import add_rms_norm, rms_norm
 from penstock.kernels.op import arch
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _MAX_D = 16384  # one program holds a whole row in registers
 _TILE = 2048  # elements a program should at least have, so that head norms take many rows at once
@@ -19,8 +20,11 @@ _TILE = 2048  # elements a program should at least have, so that head norms take
 def _rms_norm(
     x_ptr, weight_ptr, out_ptr, num_rows, stride_t, stride_n, eps,
     N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x[r] * rsqrt(mean(x[r]^2) + eps) * weight; row r is head r % N of token r // N."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
     inside = (rows < num_rows) & (cols < D)
@@ -35,9 +39,11 @@ def _rms_norm(
 @triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_x, stride_residual, eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """sum = x + residual, rounded to its dtype; out = rms_norm(sum); one program per row."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
@@ -75,6 +81,7 @@ def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     _rms_norm[(triton.cdiv(num_rows, rows),)](
         x_TD, weight_D, out_TD, num_rows, x_TD.stride(0), stride_n, eps,
         N=num_heads, D=size, BLOCK_D=block, ROWS=rows, num_warps=_num_warps(block * rows),
+        **launch_options(x_TD),
     )  # fmt: skip
     return out_TD
 
@@ -95,6 +102,6 @@ def add_rms_norm_triton(
         block = triton.next_power_of_2(size)
         _add_rms_norm[(num_rows,)](
             x_TD, residual_TD, weight_D, out_TD, sum_TD, x_TD.stride(0), residual_TD.stride(0), eps,
-            D=size, BLOCK_D=block, num_warps=_num_warps(block),
+            D=size, BLOCK_D=block, num_warps=_num_warps(block), **launch_options(x_TD),
         )  # fmt: skip
     return out_TD, sum_TD

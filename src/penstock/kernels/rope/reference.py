@@ -7,8 +7,9 @@ B blocks, S tokens per block.
 import torch
 from torch import Tensor
 
+from penstock.kernels.native import library
 from penstock.kernels.norm import rms_norm
-from penstock.kernels.op import cpu, op
+from penstock.kernels.op import cpu, native, op
 
 
 def rotate(x_TND: Tensor, cos_sin_PR: Tensor, positions_T: Tensor) -> Tensor:
@@ -72,6 +73,44 @@ def rope_kv_write(
     write(rotate(k_TKD, cos_sin_PR, positions_T), k_cache_BKSD, slots_T, k_scale)
     write(v_TKD, v_cache_BKSD, slots_T, v_scale)
     return rotate(q_THD, cos_sin_PR, positions_T)
+
+
+@rope_kv_write.impl(
+    "native",
+    needs=native(),
+    fits=lambda qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slots, *scales: (
+        qkv.dtype is torch.float32 and k_cache.dtype is torch.float32
+    ),
+)
+def rope_kv_write_native(
+    qkv_TND: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    cos_sin_PR: Tensor,
+    positions_T: Tensor,
+    k_cache_BKSD: Tensor,
+    v_cache_BKSD: Tensor,
+    slots_T: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    num_tokens, num_all, size = qkv_TND.shape
+    _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
+    num_heads = num_all - 2 * num_kv_heads
+    stride, stride_n, stride_d = qkv_TND.stride()
+    assert (stride_n, stride_d) == (size, 1), qkv_TND.stride()
+    assert k_cache_BKSD.stride() == v_cache_BKSD.stride() and k_cache_BKSD.stride(2) == size
+    q_THD = qkv_TND.new_empty((num_tokens, num_heads, size))
+    library().rope_kv_write(  # type: ignore[union-attr]
+        qkv_TND.data_ptr(), stride,
+        0 if q_weight_D is None else q_weight_D.data_ptr(),
+        0 if k_weight_D is None else k_weight_D.data_ptr(),
+        eps, cos_sin_PR.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr(), q_THD.data_ptr(),
+        k_cache_BKSD.data_ptr(), v_cache_BKSD.data_ptr(), num_tokens, num_heads, num_kv_heads,
+        size, cos_sin_PR.shape[1], block_size, k_cache_BKSD.stride(0),
+    )  # fmt: skip
+    return q_THD
 
 
 @rope_kv_write.impl(

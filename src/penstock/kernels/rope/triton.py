@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.op import arch
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.rope.reference import rope_kv_write
 
 _HEADS = 8  # heads of one program
@@ -47,8 +48,11 @@ def _rope_kv_write(
     q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale, v_scale, stride_t, stride_b,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BLOCK_D: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (token, group of heads): the query's groups first, then the key's."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     position = tl.load(positions_ptr + token)
@@ -109,6 +113,6 @@ def rope_kv_write_triton(
         qkv_TND.stride(0), k_cache_BKSD.stride(0),
         H=num_heads, K=num_kv_heads, D=size, R=cos_sin_PR.shape[1], S=block_size,
         BLOCK_D=block_d, HEADS=_HEADS, HAS_NORM=q_weight_D is not None,
-        num_warps=max(1, min(8, block_d * _HEADS // 256)),
+        num_warps=max(1, min(8, block_d * _HEADS // 256)), **launch_options(qkv_TND),
     )  # fmt: skip
     return q_THD

@@ -10,7 +10,8 @@ Legend: L rows of logits, V vocabulary, C candidates, S slots of seen tokens.
 import torch
 from torch import Tensor
 
-from penstock.kernels.op import op
+from penstock.kernels.native import library
+from penstock.kernels.op import native, op
 
 _TRITON = "penstock.kernels.sampling.triton"
 
@@ -26,6 +27,23 @@ _LARGEST_BELOW_1 = 1.0 - 2.0**-24
 def argmax(logits_LV: Tensor) -> Tensor:
     """The most likely token of each row, int64; the lowest id of equals."""
     return logits_LV.argmax(-1)
+
+
+@argmax.impl(
+    "native",
+    needs=native(),
+    fits=lambda logits_LV: (
+        logits_LV.dtype is torch.float32 and logits_LV.dim() == 2 and logits_LV.shape[1] > 0
+    ),
+)
+def argmax_native(logits_LV: Tensor) -> Tensor:
+    logits_LV = logits_LV.contiguous()
+    num_rows, vocab_size = logits_LV.shape
+    out_L = torch.empty(num_rows, dtype=torch.int64)
+    library().argmax(  # type: ignore[union-attr]
+        logits_LV.data_ptr(), vocab_size, out_L.data_ptr(), num_rows, vocab_size
+    )
+    return out_L
 
 
 @op(gpu_module=_TRITON)
