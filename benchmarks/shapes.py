@@ -28,7 +28,14 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "eos_token_id": 128001,
 }
 
-SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B}
+LLAMA_3_3_70B = LLAMA_3_1_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+
+SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "llama-3.3-70b": LLAMA_3_3_70B}
 
 # One H200, 1024 in / 1024 out. Floor: weights and cache at 4.52 TB/s read bandwidth, matrix
 # products at the measured peak. vLLM 0.22.0 with its defaults, measured on the same kind of GPU.

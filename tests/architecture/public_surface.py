@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 
 import penstock
@@ -27,7 +28,7 @@ from penstock.types.stats import EngineCounters
 
 _RECORDS = (
     *(penstock.SamplingParams, ChatOptions, penstock.RequestOutput),
-    *(CompletionOutput, TextDelta, TokenLogprob),
+    *(CompletionOutput, TokenLogprob),
 )
 FOLDER = Path(__file__).parent / "snapshots"
 
@@ -59,6 +60,9 @@ def python_api() -> Iterator[str]:
     for record in _RECORDS:
         for field in fields(record):
             yield f"{record.__name__}.{field.name}{_default(field)}"
+    for field in msgspec.structs.fields(TextDelta):
+        shown = "" if field.default is msgspec.NODEFAULT else f" = {field.default!r}"
+        yield f"TextDelta.{field.name}{shown}"
 
 
 def metrics() -> Iterator[str]:

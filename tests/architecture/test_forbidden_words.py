@@ -36,7 +36,12 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "os.getenv": (),
     # The log level, the cache folder, what a child process inherits, where gloo listens.
     "os.environ": ("log.py", "hub/folder.py", "hub/pull.py", "ipc/process.py", "parallel/mesh.py"),
-    "subprocess": ("ipc/process.py", "cli/doctor.py", "hub/pull.py"),
+    "subprocess": (
+        "ipc/process.py",
+        "cli/doctor.py",
+        "hub/pull.py",
+        "kernels/native/compiler.py",
+    ),
 }
 
 

@@ -67,9 +67,15 @@ def test_light_parts_import_nothing_heavy(name):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="no /proc to look into")
 def test_only_the_engine_process_of_a_server_has_torch_in_memory():
-    with Server("tiny") as server:
+    with Server("tiny", num_postprocess_workers=2) as server:
         server.post("/v1/completions", prompt="Hi", max_tokens=2)
         server.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
-        [engine] = psutil.Process(server.process.pid).children()
-        assert "libtorch" in Path(f"/proc/{engine.pid}/maps").read_text()
-        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+        first = psutil.Process(server.process.pid)
+        family = {" ".join(one.cmdline()): one for one in (first, *first.children())}
+        with_torch = [
+            command
+            for command, one in family.items()
+            if "libtorch" in Path(f"/proc/{one.pid}/maps").read_text()
+        ]
+        assert len(family) == 3
+        assert len(with_torch) == 1 and "penstock.engine_process" in with_torch[0]

@@ -15,19 +15,19 @@ import pytest
 import torch
 import transformers
 from server_process import Server
-from tiny_models import reference_model
+from tiny_models import CHAT_TEMPLATE, reference_model
 
 import penstock
 from penstock.hub.folder import local_folder
-from penstock.hub.tiny import CHAT_TEMPLATE
 
 MAX_SEQ_LEN = 256
 TEMPLATE = CHAT_TEMPLATE + "{%- if enable_thinking -%}<think>{%- endif -%}"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = "The river"
-# What it says greedily, going round in circles:
-STORY = " feeds the sun is up. The valve fills the sun is up. The valve fills"
-BEGINNING = " feeds the sun is up. The valve"  # its first eight tokens
+PROMPT = "<|im_start|>assistant\nOnce there was a"  # several animals may follow
+NUM_PROMPT_TOKENS = 7
+# What it says greedily:
+STORY = " swan. The swan lived near a swan. One day the swan walked in the swan and found"
+BEGINNING = " swan. The swan lived near a swan"  # its first eight tokens
 LONG_PROMPT = "Water runs down the hill. " * 12
 
 
@@ -105,7 +105,7 @@ def penalised(fields: dict[str, Any], prompt: list[int], output: list[int], logi
         {"presence_penalty": 2.0},
         {"frequency_penalty": 1.5},
         {"frequency_penalty": -1.0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
-        {"logit_bias": {"263": -5, "411": -100, "300": 4.5}},
+        {"logit_bias": {"1030": -5, "564": -100, "1384": 4.5}},
     ],
     ids=str,
 )
@@ -122,15 +122,15 @@ def test_penalties_and_bias_give_the_greedy_text_their_formulas_give(
 
 
 def test_a_repetition_penalty_ends_a_loop(server):
-    assert choice_of(server, max_tokens=30)["text"].startswith(STORY)
-    text = choice_of(server, max_tokens=60, ignore_eos=True, repetition_penalty=1.5)["text"]
-    assert text.count("the sun is up") == 1
+    loop = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
+    assert choice_of(server, **loop)["text"] == "Hello" * 30
+    assert "Hello" * 2 not in choice_of(server, repetition_penalty=1.5, **loop)["text"]
 
 
 def test_the_strongest_bias_forces_and_bans_a_token(server, tokenizer):
-    [feeds] = tokenizer.encode(" feeds")
-    assert choice_of(server, max_tokens=5, logit_bias={feeds: 100})["text"] == " feeds" * 5
-    assert " feeds" not in choice_of(server, max_tokens=20, logit_bias={feeds: -100})["text"]
+    [swan] = tokenizer.encode(" swan")
+    assert choice_of(server, max_tokens=5, logit_bias={swan: 100})["text"] == " swan" * 5
+    assert " swan" not in choice_of(server, max_tokens=20, logit_bias={swan: -100})["text"]
 
 
 def first_tokens(server: Server, **fields: Any) -> Counter[int]:
@@ -147,10 +147,9 @@ def first_tokens(server: Server, **fields: Any) -> Counter[int]:
 def test_samples_follow_the_models_distribution_at_any_temperature(
     server, model, tokenizer, temperature
 ):
-    prompt = PROMPT + " feeds the sun is up."
-    logits = next_logits(model, tokenizer.encode(prompt))
+    logits = next_logits(model, tokenizer.encode(PROMPT))
     likely = (logits / temperature).softmax(-1).topk(4)
-    counted = first_tokens(server, prompt=prompt, temperature=temperature)
+    counted = first_tokens(server, temperature=temperature)
     shares = torch.tensor([counted[one] / counted.total() for one in likely.indices.tolist()])
     assert (shares - likely.values).abs().sum() < 0.1
 
@@ -159,8 +158,8 @@ def test_samples_follow_the_models_distribution_at_any_temperature(
     ("fields", "processor"),
     [
         ({"top_k": 3}, transformers.TopKLogitsWarper(3)),
-        ({"top_p": 0.45}, transformers.TopPLogitsWarper(0.45)),
-        ({"min_p": 0.95}, transformers.MinPLogitsWarper(0.95)),
+        ({"top_p": 0.8}, transformers.TopPLogitsWarper(0.8)),
+        ({"min_p": 0.06}, transformers.MinPLogitsWarper(0.06)),
         ({"top_k": 1}, transformers.TopKLogitsWarper(1)),
         ({"top_p": 0.0}, transformers.TopKLogitsWarper(1)),
     ],
@@ -203,10 +202,10 @@ def test_special_tokens_are_shown_only_when_asked_for(server, tokenizer):
 @pytest.mark.parametrize(
     ("stop", "text", "found"),
     [
-        ([" is up"], " feeds the sun", " is up"),
-        ("n is u", " feeds the su", "n is u"),  # begins and ends within tokens
-        (["zebra", " valve", " sun"], " feeds the", " sun"),
-        ([" sun is", " the sun"], " feeds", " the sun"),
+        ([" near a"], " swan. The swan lived", " near a"),
+        ("ved ne", " swan. The swan li", "ved ne"),  # begins and ends within tokens
+        (["zebra", " lantern", " near"], " swan. The swan lived", " near"),
+        ([" lived near", " swan lived"], " swan. The", " swan lived"),
     ],
     ids=str,
 )
@@ -222,18 +221,18 @@ def test_a_stop_string_ends_the_text_before_it(server, stop, text, found):
 
 def test_a_text_that_only_begins_like_a_stop_string_arrives_whole(server):
     plain = choice_of(server, max_tokens=30)["text"]
-    searched = chunks(server, max_tokens=30, stop=[" is up!", " The valve fills the sun is down"])
+    searched = chunks(server, max_tokens=30, stop=[" near a!", " walked in the swan and sang"])
     assert "".join(chunk["choices"][0]["text"] for chunk in searched) == plain
 
 
 def test_a_stop_token_ends_the_text_and_is_named(server, tokenizer):
-    [is_id] = tokenizer.encode(" is")
-    whole = choice_of(server, max_tokens=30, stop_token_ids=[is_id, 3])
-    assert (whole["text"], whole["finish_reason"]) == (" feeds the sun", "stop")
-    assert whole["stop_reason"] == is_id
-    streamed = [c["choices"][0] for c in chunks(server, max_tokens=30, stop_token_ids=[is_id])]
-    assert "".join(choice["text"] for choice in streamed) == " feeds the sun"
-    assert streamed[-1]["stop_reason"] == is_id
+    [near] = tokenizer.encode(" near")
+    whole = choice_of(server, max_tokens=30, stop_token_ids=[near, 3])
+    assert (whole["text"], whole["finish_reason"]) == (" swan. The swan lived", "stop")
+    assert whole["stop_reason"] == near
+    streamed = [c["choices"][0] for c in chunks(server, max_tokens=30, stop_token_ids=[near])]
+    assert "".join(choice["text"] for choice in streamed) == " swan. The swan lived"
+    assert streamed[-1]["stop_reason"] == near
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 10**6}])
@@ -281,12 +280,13 @@ def test_best_of_returns_the_likeliest_samples_first(server):
 
 
 def test_truncation_keeps_the_end_of_the_prompt(server):
-    fields = {"prompt": "In short: " + PROMPT, "truncate_prompt_tokens": 2, "max_tokens": 8}
+    size = NUM_PROMPT_TOKENS
+    fields = {"prompt": "Well, " + PROMPT, "truncate_prompt_tokens": size, "max_tokens": 8}
     reply = complete(server, **fields)
-    assert reply["usage"]["prompt_tokens"] == 2
+    assert reply["usage"]["prompt_tokens"] == size
     assert reply["choices"][0]["text"] == BEGINNING
     echoed = choice_of(server, echo=True, logprobs=0, **fields)
-    assert echoed["text"] == " The river" + BEGINNING
+    assert echoed["text"] == PROMPT + BEGINNING
     assert "".join(echoed["logprobs"]["tokens"]) == echoed["text"]
 
 
@@ -329,7 +329,7 @@ def test_a_scored_prompt_is_what_an_evaluation_harness_needs(server, model, toke
             continue
         best = tokenizer.decode(int(truth[row - 1].argmax()))
         assert max(top, key=top.__getitem__) == best and token in top
-    assert reply["choices"][1]["logprobs"]["tokens"] == scored["tokens"][1:]
+    assert reply["choices"][1]["logprobs"]["tokens"][:-1] == scored["tokens"][1:-1]
     alone = complete(server, prompt=[ids], max_tokens=0, **body)
     assert alone["choices"][0]["text"] == tokenizer.decode(ids)
     assert alone["choices"][0]["logprobs"]["tokens"] == scored["tokens"][:-1]
@@ -400,10 +400,10 @@ MIXED: dict[str, list[Any]] = {
     "repetition_penalty": [0.8, 1.3],
     "presence_penalty": [-1, 1.5],
     "frequency_penalty": [0.7],
-    "logit_bias": [{"2": 3.0, "0": 2.0}, {"263": -100}],
-    "stop": [" is", [".", " the"], "n is u"],
+    "logit_bias": [{"2": 3.0, "0": 2.0}, {"1030": -100}],
+    "stop": [" near", [".", " the"], "ved ne"],
     "include_stop_str_in_output": [True],
-    "stop_token_ids": [[263], [296, 16]],
+    "stop_token_ids": [[1030], [936, 27]],
     "ignore_eos": [True],
     "min_tokens": [1],
     "logprobs": [0, 5, 20],
@@ -479,7 +479,7 @@ def test_text_survives_tokenizing_and_detokenizing(server, tokenizer):
     reply = server.post("/tokenize", prompt=text, return_token_strs=True)
     assert reply["tokens"] == tokenizer.encode(text) and reply["count"] == len(reply["tokens"])
     assert reply["max_model_len"] == MAX_SEQ_LEN
-    assert reply["token_strs"][0] == "T"
+    assert reply["token_strs"][0] == "The"
     assert server.post("/detokenize", tokens=reply["tokens"])["prompt"] == text
 
 

@@ -16,7 +16,7 @@ from penstock import LLM, RequestOutput, SamplingParams
 from penstock.errors import ConfigError, RequestError
 from penstock.types.request import FinishReason
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["The river", "Of course", "A small engine"]
 MAX_SEQ_LEN = 256
 
@@ -36,12 +36,12 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def test_one_prompt_gives_one_output(llm):
-    output = llm.generate("The river", GREEDY)
-    assert (output.prompt, len(output.prompt_token_ids)) == ("The river", 3)
+    output = llm.generate("The capital of France", SamplingParams(temperature=0))
+    assert (output.prompt, len(output.prompt_token_ids)) == ("The capital of France", 4)
     [sample] = output.outputs
-    assert sample.text.startswith(" feeds the sun is up.")
-    assert (len(sample.token_ids), sample.finish_reason) == (12, FinishReason.LENGTH)
-    assert output.usage.total_tokens == 15
+    assert sample.text == " is Paris."
+    assert (len(sample.token_ids), sample.finish_reason) == (3, FinishReason.STOP)
+    assert output.usage.total_tokens == 7
 
 
 def test_a_list_of_prompts_gives_a_list_in_its_order(llm):
@@ -63,7 +63,7 @@ def test_each_prompt_may_have_its_own_parameters(llm):
     params = [
         SamplingParams(temperature=0, max_tokens=3),
         SamplingParams(temperature=1, seed=1, n=2, max_tokens=5, logprobs=1, ignore_eos=True),
-        SamplingParams(temperature=0, stop=" is", prompt_logprobs=0),
+        SamplingParams(temperature=0, stop="-o", prompt_logprobs=0),
     ]
     plain, sampled, stopped = llm.generate(PROMPTS, params)
     assert len(plain.outputs[0].token_ids) == 3
@@ -71,7 +71,7 @@ def test_each_prompt_may_have_its_own_parameters(llm):
     for sample in sampled.outputs:
         total = math.fsum(entry.logprob for entry in sample.logprobs)
         assert len(sample.logprobs) == 5 and sample.cumulative_logprob == total
-    assert stopped.outputs[0].stop_reason == " is"
+    assert stopped.outputs[0].stop_reason == "-o"
     assert stopped.prompt_logprobs[0] is None
     assert len(stopped.prompt_logprobs) == len(stopped.prompt_token_ids)
     with pytest.raises(RequestError, match="3 prompts but 2 sampling_params"):
@@ -123,7 +123,7 @@ def test_the_tokens_are_those_of_the_server(llm):
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20)
     here = [llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS, params)]
     fields = [
-        {"temperature": 0, "max_tokens": 12},
+        {"temperature": 0, "max_tokens": 12, "ignore_eos": True},
         {"temperature": 0.8, "top_p": 0.9, "seed": 7, "max_tokens": 20},
     ]
     with Server("tiny") as server:
@@ -153,7 +153,8 @@ def test_a_wrong_model_or_setting_is_an_error_and_leaves_no_process():
 SCRIPT = """
 from penstock import LLM, SamplingParams
 llm = LLM("tiny", num_threads=1)
-outputs = llm.generate(["The river", "Of course"], SamplingParams(temperature=0, max_tokens=4))
+params = SamplingParams(temperature=0, max_tokens=4)
+outputs = llm.generate(["The opposite of", "Of course"], params)
 for output in outputs:
     print(output.outputs[0].text)
 """
@@ -167,7 +168,7 @@ def test_a_plain_script_needs_no_main_guard_and_no_shutdown(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first == " feeds the sun is" and second
+    assert first == " up is down." and second
     assert "prompts" not in done.stderr, "a progress bar belongs on a terminal"
 
 

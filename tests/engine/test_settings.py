@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file, save_file
 from server_process import Server
 
 from penstock.hub.folder import local_folder

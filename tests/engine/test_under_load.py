@@ -144,6 +144,35 @@ def test_a_killed_engine_ends_its_requests_and_the_server():
         assert server.process.wait(30) != 0, "a supervisor must see that it failed"
 
 
+def test_a_killed_front_end_frees_its_requests_and_the_others_go_on():
+    with Server("tiny", num_postprocess_workers=2) as server:
+        family = psutil.Process(server.process.pid).children()
+        [other] = [p for p in family if "penstock.server.frontend_process" in p.cmdline()]
+        body = {
+            "model": "m", "prompt": "A story", "max_tokens": 7000, "ignore_eos": True,
+            "stream": True,
+        }  # fmt: skip
+
+        async def run() -> None:
+            async with httpx.AsyncClient(timeout=60) as client:
+                psutil.Process(server.process.pid).suspend()  # the other one accepts these
+                lost = [
+                    asyncio.create_task(_read(client, f"{server.url}/v1/completions", body))
+                    for _ in range(3)
+                ]
+                await asyncio.sleep(2.0)
+                psutil.Process(server.process.pid).resume()
+                other.kill()
+                ends = await asyncio.gather(*lost, return_exceptions=True)
+                assert all(isinstance(end, httpx.HTTPError) for end in ends), ends
+
+        asyncio.run(run())
+        counters = server.counters()  # at rest: nothing runs any more
+        assert counters["aborted"] == 3 and counters["used_blocks"] == 0
+        reply = server.post("/v1/completions", model="m", prompt="x", max_tokens=4)
+        assert reply["usage"]["completion_tokens"] <= 4
+
+
 def test_an_interrupted_server_leaves_no_process_behind():
     with Server("tiny", "--tp_size", "2", device="cpu") as server:
         family = psutil.Process(server.process.pid).children(recursive=True)

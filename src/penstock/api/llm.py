@@ -69,23 +69,16 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        chat_options: ChatOptions = ChatOptions(),
+        chat_options: ChatOptions | Sequence[ChatOptions] = ChatOptions(),
         use_tqdm: bool = True,
     ) -> RequestOutput | list[RequestOutput]:
         """One conversation in, one output out; a list of conversations in, a list out."""
-
-        def conversation(messages: Sequence[Message]) -> dict[str, Any]:
-            # The template writes the special tokens itself.
-            return {
-                "messages": tuple(messages),
-                "chat": chat_options,
-                "add_special_tokens": False,
-            }
-
-        if not messages or isinstance(messages[0], Mapping):
-            [ask] = _inputs([messages], sampling_params, conversation)
-            return self._run_all([ask], use_tqdm)[0]
-        return self._run_all(_inputs(messages, sampling_params, conversation), use_tqdm)
+        is_single = not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if is_single else list(messages)
+        options = _one_each(chat_options, len(conversations), "chat_options")
+        asked = list(zip(conversations, options, strict=True))
+        outputs = self._run_all(_inputs(asked, sampling_params, _conversation), use_tqdm)
+        return outputs[0] if is_single else outputs
 
     def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -246,23 +239,33 @@ def _text_or_ids(prompt: Prompt) -> dict[str, Any]:
     return {"text": prompt} if isinstance(prompt, str) else {"token_ids": tuple(prompt)}
 
 
+def _conversation(asked: tuple[Sequence[Message], ChatOptions]) -> dict[str, Any]:
+    messages, options = asked
+    # The template writes the special tokens itself.
+    return {"messages": tuple(messages), "chat": options, "add_special_tokens": False}
+
+
 def _inputs(
     prompts: Sequence[Any],
     params: SamplingParams | Sequence[SamplingParams] | None,
     fields_of: Callable[[Any], dict[str, Any]],
 ) -> list[GenerateInput]:
-    if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise RequestError(
-            "invalid_value",
-            f"{len(prompts)} prompts but {len(params)} sampling_params; give one or as many",
-            "sampling_params",
-        )
+    given = SamplingParams() if params is None else params
+    each = _one_each(given, len(prompts), "sampling_params")
     return [
         GenerateInput(sampling=one, **fields_of(prompt))
-        for prompt, one in zip(prompts, params, strict=True)
+        for prompt, one in zip(prompts, each, strict=True)
     ]
+
+
+def _one_each(given: _T | Sequence[_T], num: int, name: str) -> Sequence[_T]:
+    """As many as there are prompts: one is for all of them."""
+    each = given if isinstance(given, Sequence) else [given] * num
+    if len(each) != num:
+        raise RequestError(
+            "invalid_value", f"{num} prompts but {len(each)} {name}; give one or as many", name
+        )
+    return each
 
 
 @contextlib.contextmanager

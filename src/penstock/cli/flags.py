@@ -84,6 +84,7 @@ _SERVER = (
     Flag("api_key", "text", "key that clients must send; better set in the YAML file"),
     Flag("log_level", "text", "error, warning, info or debug"),
     Flag("stream_interval", "int", "tokens between two streamed chunks"),
+    Flag("num_postprocess_workers num_serve_frontends", "int", "processes that serve HTTP"),
     Flag("max_stats_len", "int", "most records kept between two reads"),
 )
 
@@ -101,7 +102,6 @@ _COMPATIBLE = (
     Flag("moe_expert_parallel_size ep_size", "int"),
     Flag("moe_cluster_parallel_size cluster_size", "int"),
     Flag("gpus_per_node", "int"),
-    Flag("num_postprocess_workers", "int"),
     Flag("enable_attention_dp", "switch"),
     Flag("reasoning_parser", "text"),
     Flag("otlp_traces_endpoint", "text"),
@@ -116,7 +116,6 @@ _COMPATIBLE = (
     _without_field(
         "allow_request_chat_template", "switch", ignored("the server's template is used", False)
     ),
-    _without_field("num_serve_frontends", "int", ignored("one process serves HTTP", 1)),
     _without_field("num_input_processor_workers", "int", _TEXT_ONLY),
     _without_field("num_media_load_workers", "int", _TEXT_ONLY),
     _without_field("media_io_kwargs", "text", _TEXT_ONLY),

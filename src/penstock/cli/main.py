@@ -7,6 +7,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
@@ -70,10 +71,41 @@ def _parser() -> _Parser:
     models.add_argument("--yes", action="store_true", help="do not ask before deleting")
     models.set_defaults(module="penstock.cli.models", parser=models)
 
+    _add_eval(commands)
+
     doctor = commands.add_parser("doctor", help="show what this machine has", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(module="penstock.cli.doctor", parser=doctor)
     return parser
+
+
+def _add_eval(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    command = commands.add_parser("eval", help="score a model on a task", allow_abbrev=False)
+    command.add_argument("model", nargs="?", metavar="MODEL", help="model to start and score")
+    command.add_argument("--task", choices=("skills",), required=True)
+    command.add_argument("--data", type=Path, metavar="FILE", help="default: in the model's folder")
+    command.add_argument("--limit", type=_positive, metavar="N", help="most examples of each skill")
+    command.add_argument("--max_tokens", type=_positive, metavar="N", help="longest answer")
+    command.add_argument("--output", type=Path, metavar="FILE", help="write every answer as JSON")
+    command.add_argument("--show", type=int, default=0, metavar="N", help="wrong answers per skill")
+    command.add_argument(
+        "--min_score", type=float, default=0.0, metavar="SHARE", help="exit with 1 below this"
+    )
+    engine = command.add_argument_group("MODEL")
+    engine.add_argument("--config", metavar="FILE", help="YAML file with fields of docs/config.md")
+    engine.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    server = command.add_argument_group("a running server instead")
+    server.add_argument("--url", help="its address, such as http://localhost:8000")
+    server.add_argument("--model", dest="served_model", help="default: the first one it lists")
+    server.add_argument("--api_key", help="key the server asks for")
+    server.add_argument("--concurrency", type=_positive, default=32, metavar="N")
+    command.set_defaults(module="penstock.cli.eval", parser=command)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
 
 
 def _trtllm_parser() -> _Parser:

@@ -14,7 +14,7 @@ import tiny_tokenizers
 from penstock import LLM, SamplingParams
 from penstock.errors import BackendError, RequestError
 from penstock.frontend import engine as engine_module
-from penstock.types.request import FinishReason
+from penstock.types.request import ChatOptions, FinishReason
 
 PARAMS = SamplingParams(max_tokens=5)
 FAKE_FOLDER = str(Path(fake_engine.__file__).parent)
@@ -94,6 +94,15 @@ def test_chat_renders_the_template_without_a_second_bos(llm):
     bos = tiny_tokenizers.byte_level().token_to_id("<s>")
     assert output.prompt_token_ids.count(bos) == 1
     assert len(llm.chat([[message], [message]], PARAMS)) == 2
+
+
+def test_each_conversation_may_have_its_own_options(llm):
+    message = {"role": "user", "content": "hi"}
+    options = [ChatOptions(), ChatOptions(add_generation_prompt=False)]
+    outputs = llm.chat([[message], [message]], PARAMS, options)
+    assert [output.prompt for output in outputs] == ["<s>[user]hi[assistant]", "<s>[user]hi"]
+    with pytest.raises(RequestError, match="1 prompts but 2 chat_options"):
+        llm.chat([message], PARAMS, options)
 
 
 def test_wrong_prompts_are_request_errors(llm):

@@ -31,7 +31,9 @@ def call(entry, *argv: str) -> int:
     return ended.value.code
 
 
-@pytest.mark.parametrize("command", [["--help"], ["serve", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["serve", "--help"], ["eval", "--help"], ["--version"]]
+)
 def test_help_needs_little_and_is_quick(command):
     program = [sys.executable, "-X", "importtime", "-m", "penstock", *command]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
@@ -76,7 +78,7 @@ def test_where_the_default_model_cannot_be_had_the_built_in_one_is_served(served
     assert call(main, "serve", "--port", "9", "--api_key", "secret") == 0
     assert (served[0].model, served[0].port, served[0].api_key) == ("tiny", 9, "secret")
     [line] = capsys.readouterr().err.splitlines()
-    assert "no network. Serving the built-in 'tiny' instead" in line
+    assert "no network. Serving the built-in 'tiny' instead: a test model of 3.5 M" in line
 
 
 def test_a_model_that_was_named_is_never_replaced(served, fetched, capsys):

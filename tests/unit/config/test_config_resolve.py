@@ -6,7 +6,7 @@ from penstock.config.resolve import resolve
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import ModelSpec, RopeSpec
+from penstock.types.model_spec import ModelSpec, QuantSpec, RopeSpec
 
 GIB = 2**30
 
@@ -249,3 +249,41 @@ def test_scheduling_settings_are_passed_on():
     assert config.capacity_policy == "GUARANTEED_NO_EVICT"
     assert config.queue_policy == "fcfs"
     assert (config.max_queued, config.seed) == (7, 5)
+
+
+MADE_FOR_FP8 = make_spec(quantization=QuantSpec(format=None, cache_dtype="float8_e4m3fn"))
+ADA, AMPERE = make_device(arch=89), make_device(arch=80)
+
+
+@pytest.mark.parametrize(
+    ("machine", "spec", "asked", "expected", "why"),
+    [
+        (GPU, make_spec(), "auto", "bfloat16", "the number format the model computes in"),
+        (GPU, MADE_FOR_FP8, "auto", "float8_e4m3fn", "the checkpoint is made for it"),
+        (CPU, MADE_FOR_FP8, "auto", "float8_e4m3fn", "the checkpoint is made for it"),
+        (AMPERE, MADE_FOR_FP8, "auto", "bfloat16", "sm_80 has no 8-bit floats"),
+        (ADA, make_spec(), "fp8", "float8_e4m3fn", "set by kv_cache_config.dtype"),
+        (GPU, MADE_FOR_FP8, "bfloat16", "bfloat16", "set by kv_cache_config.dtype"),
+    ],
+)
+def test_the_cache_has_the_format_asked_for_or_that_of_the_checkpoint(
+    machine, spec, asked, expected, why
+):
+    config = run(machine, spec, kv_cache_config={"dtype": asked})
+    assert config.kv_dtype == expected
+    assert reason(config, "kv_dtype").startswith(why)
+
+
+def test_a_cache_format_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match=r"fp8, which needs sm_89 or newer; this is sm_80"):
+        run(AMPERE, kv_cache_config={"dtype": "fp8"})
+    with pytest.raises(ConfigError, match=r"is float16, but the model computes in bfloat16"):
+        run(kv_cache_config={"dtype": "float16"})
+
+
+def test_a_cpu_pool_of_so_many_tokens_is_smaller_in_8_bit_floats():
+    pools = [
+        run(CPU, kv_cache_config={"dtype": dtype, "max_tokens": 3200}).kv_cpu_bytes
+        for dtype in ("auto", "fp8")
+    ]
+    assert pools[0] == 4 * pools[1] == 101 * 32 * 4 * 2 * 2 * 64 * 4

@@ -186,7 +186,7 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
         config = EngineConfig(
             enable_attention_dp=True,
             moe_config={"backend": "CUTLASS", "max_num_tokens": 3200},
-            kv_cache_config={"dtype": "fp8", "host_cache_size": 10},
+            kv_cache_config={"dtype": "nvfp4", "host_cache_size": 10},
             trust_remote_code=True,
             use_cute_dsl_blockscaling_mm=True,
         )
@@ -194,7 +194,7 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
     assert starts == [
         "enable_attention_dp",
         "moe_config",
-        "kv_cache_config.dtype: fp8",
+        "kv_cache_config.dtype: nvfp4",
         "kv_cache_config.host_cache_size",
         "trust_remote_code",
         "use_cute_dsl_blockscaling_mm",

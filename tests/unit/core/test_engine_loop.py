@@ -15,7 +15,7 @@ from penstock.core.kv.invariants import check
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
 from penstock.core.scheduler import Scheduler
-from penstock.ipc.messages import Abort, Deltas, Stats, Submit
+from penstock.ipc.messages import Abort, ClientLeft, Deltas, Stats, Submit
 from penstock.types.request import FinishReason, Request, request_id
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineCounters
@@ -287,6 +287,21 @@ def test_abort_frees_a_waiting_and_a_running_request_at_once():
     engine.turn()
     assert engine.ends[running] == engine.ends[waiting] == [FinishReason.ABORT]
     engine.run_dry()
+    engine.assert_empty()
+
+
+def test_requests_of_a_front_end_that_left_end_and_those_of_others_do_not():
+    engine = Engine(max_batch_size=2, depth=2)
+    gone = [engine.submit(PROMPT, max_tokens=30, client=7) for _ in range(3)]
+    kept = engine.submit(PROMPT, max_tokens=12, client=8)
+    for _ in range(6):
+        engine.turn()
+    engine.inbox.append(ClientLeft(client_id=7))
+    engine.turn()
+    assert [engine.ends[rid] for rid in gone] == [[FinishReason.ABORT]] * 3
+    engine.run_dry()
+    assert engine.tokens[kept] == oracle(PROMPT, 12)
+    assert engine.counters.aborted == 3
     engine.assert_empty()
 
 

@@ -131,6 +131,27 @@ def test_requests_over_capacity_are_refused_until_one_ends(connect, run):
     run(scenario())
 
 
+def test_the_bound_on_open_requests_is_shared_with_other_front_ends(connect, run):
+    async def scenario():
+        elsewhere, told = 2, []
+        async with connect(
+            ENDLESS,
+            info=make_info(max_queued=4),
+            open_elsewhere=lambda: elsewhere,
+            tell_open=told.append,
+        ) as (client, _):
+            first = request(client, 10**6)
+            Stream(client, [first, request(client, 10**6)])
+            with pytest.raises(CapacityError, match=r"4 requests are open.*at most 4"):
+                Stream(client, [request(client)])
+            elsewhere = 1
+            await all_of(Stream(client, [request(client, 2)]))
+            client.abort([first.id])
+            assert told[:2] == [2, 3] and told[-1] == 1
+
+    run(scenario())
+
+
 def test_engine_death_ends_every_open_request_once(connect, run):
     async def scenario():
         async with connect(ENDLESS) as (client, [engine]):

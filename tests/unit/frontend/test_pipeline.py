@@ -320,3 +320,93 @@ def test_five_hundred_streams_through_the_whole_pipeline(serve, run):
                 assert text.startswith("hello world")
 
     run(scenario())
+
+
+class Listener:
+    """A `Reader` that remembers."""
+
+    def __init__(self):
+        self.deltas, self.bugs = [], []
+
+    def take(self, delta):
+        self.deltas.append(delta)
+
+    def fail(self, bug):
+        self.bugs.append(bug)
+
+    @property
+    def has_ended(self):
+        return bool(self.bugs) or (bool(self.deltas) and self.deltas[-1].finish is not None)
+
+
+def test_a_reader_is_handed_what_an_iteration_would_give(serve, run):
+    async def scenario():
+        async with serve() as (pipeline, _):
+            listener = Listener()
+            (await pipeline.generate(ask(max_tokens=12, n=2))).push_to(listener)
+            iterated = [d async for d in await pipeline.generate(ask(max_tokens=12, n=2))]
+            await until(lambda: sum(d.finish is not None for d in listener.deltas) == 2)
+            assert sorted(listener.deltas, key=lambda d: (d.index, d.finish is not None)) == sorted(
+                iterated, key=lambda d: (d.index, d.finish is not None)
+            )
+
+    run(scenario())
+
+
+def test_a_reader_who_comes_late_misses_nothing(serve, run):
+    async def scenario():
+        async with serve(ENDLESS) as (pipeline, _):
+            generation = await pipeline.generate(ask(max_tokens=6))
+            await until(lambda: pipeline.client.num_open == 0)
+            listener = Listener()
+            generation.push_to(listener)
+            assert len(listener.deltas) == 6 and listener.has_ended
+
+    run(scenario())
+
+
+def test_a_held_generation_gathers_and_catches_up(serve, run):
+    async def scenario():
+        async with serve(ENDLESS) as (pipeline, _):
+            generation = await pipeline.generate(ask(max_tokens=10**4, stop=["never"]))
+            listener = Listener()
+            generation.push_to(listener)
+            await until(lambda: len(listener.deltas) > 3)
+            generation.hold()
+            num_before = len(listener.deltas)
+            sample = next(iter(generation._open.values()))
+            await until(lambda: len(sample._ids) > 50)
+            assert len(listener.deltas) == num_before
+            generation.release()
+            assert len(listener.deltas) == num_before + 1
+            assert len(listener.deltas[-1].token_ids) > 50
+            await until(lambda: len(listener.deltas) > num_before + 3)
+            generation.hold()
+            generation.abort()
+            assert listener.deltas[-1].finish is FinishReason.ABORT  # the end is never held back
+
+    run(scenario())
+
+
+def test_a_reader_hears_of_a_mistake_of_ours_and_nothing_after_closing(serve, run, monkeypatch):
+    async def scenario():
+        async with serve(ENDLESS) as (pipeline, engine):
+            listener = Listener()
+            generation = await pipeline.generate(ask(max_tokens=10**6))
+            generation.push_to(listener)
+            await until(lambda: listener.deltas)
+            sample = next(iter(generation._open.values()))
+            monkeypatch.setattr(sample, "push", lambda delta: 1 // 0)
+            await until(lambda: listener.has_ended)
+            assert [type(bug) for bug in listener.bugs] == [ZeroDivisionError]
+            other = Listener()
+            closed = await pipeline.generate(ask(max_tokens=10**6))
+            closed.push_to(other)
+            await until(lambda: other.deltas)
+            await closed.aclose()
+            num_heard = len(other.deltas)
+            await until(lambda: len(engine.aborted()) == 2)
+            await asyncio.sleep(0.05)
+            assert len(other.deltas) == num_heard and not other.bugs
+
+    run(scenario())

@@ -4,7 +4,7 @@ import math
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.metrics.collect import Metrics
+from penstock.metrics.collect import NUM_CELLS, Metrics
 from penstock.metrics.events import FirstToken, MoreTokens, RequestRefused, SampleFinished
 from penstock.metrics.iteration import MAX_KEPT, IterationLog
 from penstock.metrics.prometheus import ALIASES, exposition
@@ -87,6 +87,29 @@ def test_refusals_are_counted_by_status():
     samples = samples_of(metrics)
     assert samples[("penstock_requests_refused_total", "400")] == 2
     assert samples[("penstock_requests_refused_total", "429")] == 1
+
+
+def test_front_ends_that_share_their_rows_show_the_sums():
+    rows = [[0.0] * NUM_CELLS for _ in range(3)]
+    waiting = [[make_iteration(number) for number in range(4)] for _ in rows]
+    each = [
+        Metrics("m", EngineCounters, lambda own=own: waiting[own], rows=rows, own=own)
+        for own in range(3)
+    ]
+    for metrics in each:
+        metrics.observe(FirstToken(0.03))
+        metrics.observe(MoreTokens(0.3, 3))
+        metrics.observe(RequestRefused(418))
+        metrics.iterations.refresh()
+    for metrics in each:
+        samples = samples_of(metrics)
+        assert samples[("penstock_time_to_first_token_seconds_count",)] == 3
+        assert samples[("penstock_inter_token_latency_seconds_count",)] == 9
+        assert math.isclose(samples[("penstock_inter_token_latency_seconds_sum",)], 0.9)
+        assert samples[("penstock_requests_refused_total", "other")] == 3
+        assert samples[("penstock_iteration_tokens_count",)] == 4  # told to all, counted by one
+    waiting[:] = [[], [], []]
+    assert [len(metrics.iterations.take()) for metrics in (each[1], each[0], each[2])] == [4, 0, 0]
 
 
 def test_engine_counters_are_read_at_every_scrape():

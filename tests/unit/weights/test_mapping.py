@@ -27,6 +27,15 @@ def test_skipped_names_have_no_target():
     assert RULES.target("model.layers.0.self_attn.rotary_emb.inv_freq") is None
 
 
+def test_scales_of_the_cache_belong_to_attention_and_may_be_left():
+    for name in ("model.layers.0.self_attn.k_proj.k_scale", "model.layers.0.self_attn.k_scale"):
+        assert RULES.target(name) == Target("layers.0.attention.k_scale")
+        assert RULES.is_spare(name)
+    name = "model.layers.0.self_attn.k_proj.weight_scale"
+    assert RULES.target(name) == Target("layers.0.attention.qkv_proj.weight_scale", 1)
+    assert not RULES.is_spare(name)
+
+
 def test_words_match_whole_only():
     table = rules(rename("norm", "n"), fuse("ab", ("a", "b")))
     assert table.target("q_norm.aa.weight") == Target("q_norm.aa.weight")
