@@ -39,12 +39,11 @@ def may_start(
 ) -> bool:
     """Whether `seq` may join `running`; steps in flight may write `num_overshoot` tokens more."""
     if policy is CapacityPolicy.GUARANTEED_NO_EVICT:
-        reserved = sum(kv.blocks_for(most_tokens(s, num_overshoot)) for s in [*running, seq])
-        return reserved <= kv.num_usable and kv.fits(match, seq.num_tokens, 0)
+        texts = [most_tokens(s, num_overshoot) for s in [*running, seq]]
+        return kv.could_hold(texts) and kv.fits(match, seq.num_tokens, 0)
     # One block each for the running ones and a little more, so that admission does not cause the
     # next preemption. Alone, a sequence may take everything.
-    num_spare = max(len(running), int(_SPARE_SHARE * kv.num_usable)) if running else 0
-    return kv.fits(match, seq.num_tokens, num_spare)
+    return kv.fits(match, seq.num_tokens, len(running), _SPARE_SHARE if running else 0.0)
 
 
 def most_tokens(seq: Sequence, num_overshoot: int) -> int:

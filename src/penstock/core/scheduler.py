@@ -65,7 +65,7 @@ class Scheduler:
         self._by_id[request.id] = seq
         self._waiting.add(seq)
         num_tokens = most_tokens(seq, self._overshoot)
-        if all(kv.blocks_for(num_tokens) > kv.num_usable for kv in self._kvs):
+        if not any(kv.could_hold([num_tokens]) for kv in self._kvs):
             return self._fail(seq, f"{num_tokens} tokens do not fit into the cache")
         return None
 
@@ -175,6 +175,9 @@ class Scheduler:
         num_left = seq.num_prefill - seq.num_planned
         num_tokens = self._chunk_size(draft, seq.rank, seq.num_planned, num_left)
         if num_tokens:
+            assert seq.holder is not None
+            has_room = self._kvs[seq.rank].grow(seq.holder, seq.num_planned + num_tokens)
+            assert has_room, "what was not reserved at the start is never short"
             self._counters.prefill_chunks += 1
             draft.prefill(seq, num_tokens)
 

@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict, deque
 
+import numpy as np
 import pytest
 from fake_executor import FakeExecutor, oracle
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.config.run import CapacityPolicy, QueuePolicy, RunConfig
 from penstock.core.gates import LeaderGate
-from penstock.core.kv.groups import FullGroup
+from penstock.core.kv.groups import NO_BLOCK, FullGroup, WindowGroup
 from penstock.core.kv.invariants import check
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
@@ -36,17 +37,34 @@ def run_config(**changes) -> RunConfig:
 class Engine:
     """Loop, scheduler and fake device, with the mail boxes in the test's hands."""
 
-    def __init__(self, num_blocks=17, num_ranks=1, accept=None, tokens_per_decode=1, **changes):
+    def __init__(
+        self,
+        num_blocks=17,
+        num_ranks=1,
+        accept=None,
+        tokens_per_decode=1,
+        window=None,
+        **changes,
+    ):
         self.config = run_config(**changes)
         self.counters = EngineCounters()
         c = self.config
-        self.kvs = [
-            KVManager([FullGroup(num_blocks, c.tokens_per_block, c.block_reuse, c.partial_reuse)])
-            for _ in range(num_ranks)
-        ]
+        reuse = (c.block_reuse, c.partial_reuse)
+        self.kvs = []
+        for _ in range(num_ranks):
+            groups = [FullGroup(num_blocks, c.tokens_per_block, *reuse)]
+            if window is not None:
+                num_needed = WindowGroup.blocks_needed(
+                    window, c.tokens_per_block, c.max_batch_size, c.max_num_tokens, c.depth
+                )
+                groups.append(WindowGroup(num_needed, c.tokens_per_block, window, *reuse))
+            self.kvs.append(KVManager(groups))
         self.scheduler = Scheduler(c, self.kvs, self.counters, tokens_per_decode=tokens_per_decode)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
-        self.device = FakeExecutor(num_ranks, c.tokens_per_block, accept or (lambda text: 1))
+        windows = (None,) if window is None else (None, window)
+        self.device = FakeExecutor(
+            num_ranks, c.tokens_per_block, accept or (lambda text: 1), windows
+        )
         self.inbox: deque = deque()
         self.tokens = defaultdict(list)
         self.ends = defaultdict(list)
@@ -333,14 +351,16 @@ traffic = st.lists(
     chunked=st.booleans(),
     partial=st.booleans(),
     policy=st.sampled_from(CapacityPolicy),
+    window=st.sampled_from([None, None, 1, 3, 6, 9]),
 )
 def test_any_traffic_gives_every_request_its_tokens_and_one_end(
-    events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy
+    events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy, window
 ):
     engine = Engine(
         num_blocks=num_blocks, num_ranks=num_ranks, tokens_per_decode=tokens_per_decode,
         accept=lambda text: 1 + sum(text) % 3, depth=depth, chunked_prefill=chunked,
         max_num_tokens=20 if not chunked else 7, partial_reuse=partial, capacity_policy=policy,
+        window=window,
     )  # fmt: skip
     asked: dict[int, tuple] = {}
     for event in events:
@@ -367,6 +387,37 @@ def test_any_traffic_gives_every_request_its_tokens_and_one_end(
         else:
             assert engine.tokens[rid] == expected
     engine.assert_empty()
+
+
+def test_a_window_holds_no_more_than_it_sees():
+    engine = Engine(window=6, depth=2)
+    engine.submit(PROMPT, max_tokens=50)
+    most = [0, 0]
+    while not engine.counters.finished:
+        engine.turn()
+        held = [group.pool.num_held for group in engine.kvs[0].groups]
+        most = list(map(max, most, held))
+    # Of 4 tokens each: all 60 tokens; the 6 last ones and those in flight.
+    assert most == [15, 3]
+    engine.run_dry()
+    engine.assert_empty()
+
+
+def test_a_prefix_is_taken_over_where_its_window_is_still_there():
+    engine = Engine(window=3)
+    engine.submit(PROMPT, max_tokens=1)
+    engine.run_dry()
+    rid = engine.submit((*PROMPT, 40, 41, 42), max_tokens=4)
+    engine.run_dry()
+    assert engine.counters.prefix_hit_tokens == 8  # two full blocks, of which it needs the second
+    assert engine.tokens[rid] == oracle((*PROMPT, 40, 41, 42), 4)
+    kv, prompt = engine.kvs[0], np.array(PROMPT, np.int32)
+    assert kv.match((), prompt, 11).groups[1].shared[0] == NO_BLOCK
+    pool = kv.groups[1].pool
+    taken = [pool.allocate() for _ in range(pool.num_available)]  # others need all its blocks
+    assert kv.match((), prompt, 11).num_tokens == 0
+    for block in taken:
+        pool.drop(block, -1, is_indexed=False)
 
 
 def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_again():

@@ -1,7 +1,7 @@
 """Cache groups: layers that remember the same way share one, with its own blocks and its own rules.
 
-`FullGroup` keeps every token. A group that keeps less (a window, a state) implements the same
-protocol; the manager asks all groups and the scheduler knows none of them.
+`FullGroup` keeps every token, `WindowGroup` those that a window still sees. Another kind (a state)
+implements the same protocol; the manager asks all groups and the scheduler knows none of them.
 """
 
 from dataclasses import dataclass, field
@@ -9,6 +9,9 @@ from typing import Protocol
 
 from penstock.core.kv.block_pool import BlockPool
 from penstock.core.kv.prefix_index import PrefixIndex, Tokens, next_digest, root_digest
+from penstock.types.cache_spec import RESERVED_BLOCKS
+
+NO_BLOCK = 0  # where a table holds nothing; padded device rows write to the block of this number
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
@@ -21,11 +24,15 @@ class GroupTable:
 
     digests: list[bytes]  # digests[i] covers the first i full blocks; [0] is the root of its keys
     blocks: list[int] = field(default_factory=list)
+    num_forgotten: int = 0  # of the first blocks: not held any more, NO_BLOCK in the list
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """A prefix found in the cache: blocks to share, then a block to copy the beginning of."""
+    """A prefix found in the cache: blocks to share, then a block to copy the beginning of.
+
+    NO_BLOCK stands for a block that is not needed for what follows the prefix.
+    """
 
     num_tokens: int
     digests: tuple[bytes, ...]  # one more than shared: the root first
@@ -39,11 +46,17 @@ class CacheGroup(Protocol):
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
         """The longest prefix, at most `limit` tokens, this group could take over."""
 
-    def cost(self, match: GroupMatch, num_tokens: int) -> int:
-        """Available blocks that a table of `num_tokens` starting from `match` would take."""
+    def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
+        """Whether a text of `num_tokens` could start from `match` now and leave `num_spare`."""
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks set aside for a text that grows to `num_tokens`; 0: they are never scarce."""
 
     def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
         """A table that holds the match, and the (source, destination) blocks to copy for it."""
+
+    def reserve(self, table: GroupTable, num_tokens: int) -> None:
+        """A text of `num_tokens` starts: take the blocks that must not be missing later."""
 
     def num_missing(self, table: GroupTable, num_tokens: int) -> int:
         """Blocks the table lacks to hold `num_tokens`."""
@@ -91,14 +104,20 @@ class FullGroup:
                 return GroupMatch(num_tokens, tuple(digests), tuple(shared), block)
         return GroupMatch(num_tokens, tuple(digests), tuple(shared))
 
-    def cost(self, match: GroupMatch, num_tokens: int) -> int:
+    def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
         num_free_riders = sum(not self.pool.is_available(block) for block in match.shared)
-        return num_blocks(num_tokens, self.block_size) - num_free_riders
+        num_taken = num_blocks(num_tokens, self.block_size) - num_free_riders
+        return num_taken + num_spare <= self.pool.num_available
+
+    def most_blocks(self, num_tokens: int) -> int:
+        return num_blocks(num_tokens, self.block_size)
 
     def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
         for block in match.shared:
-            self.pool.share(block)
-        table = GroupTable(list(match.digests), list(match.shared))
+            if block != NO_BLOCK:
+                self.pool.share(block)
+        num_forgotten = match.shared.count(NO_BLOCK)
+        table = GroupTable(list(match.digests), list(match.shared), num_forgotten)
         if match.copy_from is None:
             return table, []
         self.pool.touch(match.copy_from)
@@ -106,6 +125,9 @@ class FullGroup:
         # With nothing else left the source itself was evicted: it already holds what is wanted.
         is_copy = table.blocks[-1] != match.copy_from
         return table, [(match.copy_from, table.blocks[-1])] if is_copy else []
+
+    def reserve(self, table: GroupTable, num_tokens: int) -> None:
+        self.grow(table, num_tokens)
 
     def num_missing(self, table: GroupTable, num_tokens: int) -> int:
         return max(0, num_blocks(num_tokens, self.block_size) - len(table.blocks))
@@ -128,6 +150,78 @@ class FullGroup:
 
     def close(self, table: GroupTable, last_step: int) -> None:
         # Last block first: the tail of a text is evicted before the prefix that others may share.
-        for block in reversed(table.blocks):
+        for block in reversed(table.blocks[table.num_forgotten :]):
             self.pool.drop(block, last_step, block in self._index)
         table.blocks.clear()
+
+
+class WindowGroup(FullGroup):
+    """Only blocks with one of the last `window` tokens stay with their holder.
+
+    Blocks are taken chunk by chunk, and `blocks_needed` is always enough, so that no admission need
+    ask for them. What is forgotten can be found again until its block is given to another.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, window: int, reuse: bool, partial_reuse: bool
+    ) -> None:
+        super().__init__(num_blocks, block_size, reuse, partial_reuse)
+        self._window = window
+
+    @staticmethod
+    def blocks_needed(
+        window: int, block_size: int, max_rows: int, max_step_tokens: int, depth: int
+    ) -> int:
+        """Blocks of a pool that is never short.
+
+        Every row has a window and the uneven ends of its tokens in flight, twice because a row may
+        be taken while its last holder's blocks wait for a step. The tokens of a step are written by
+        steps in flight, and forgotten ones wait as long again.
+        """
+        per_row = num_blocks(window, block_size) + 3
+        per_step = num_blocks(max_step_tokens, block_size) + max_rows
+        return RESERVED_BLOCKS + 2 * max_rows * per_row + (2 * depth + 1) * per_step
+
+    def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
+        digests, found = [root_digest(keys)], list[int]()
+        if not self._reuse:
+            return GroupMatch(0, tuple(digests))
+        for start in range(0, limit - self.block_size + 1, self.block_size):
+            block_tokens = tokens[start : start + self.block_size]
+            digests.append(next_digest(digests[-1], block_tokens))
+            found.append(self._index.find(digests[-1], block_tokens) or NO_BLOCK)
+        # The longest prefix whose window is there, then part of the block behind it.
+        for num_full in range(len(found), -1, -1):
+            needed = self._first_seen(num_full * self.block_size)
+            if NO_BLOCK in found[needed:num_full]:
+                continue
+            shared = (NO_BLOCK,) * needed + tuple(found[needed:num_full])
+            num_tokens, copy_from = num_full * self.block_size, None
+            rest = tokens[num_tokens : min(limit, num_tokens + self.block_size)]
+            if self._partial_reuse and len(rest):
+                block, num_equal = self._index.find_partial(digests[num_full], rest)
+                if num_equal:
+                    num_tokens, copy_from = num_tokens + num_equal, block
+            return GroupMatch(num_tokens, tuple(digests[: num_full + 1]), shared, copy_from)
+        raise AssertionError("the empty prefix is always there")
+
+    def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
+        return True
+
+    def most_blocks(self, num_tokens: int) -> int:
+        return 0
+
+    def reserve(self, table: GroupTable, num_tokens: int) -> None:
+        pass
+
+    def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
+        super().index(table, tokens, num_computed)
+        # Steps in flight begin at num_computed: they neither write nor see what is forgotten here.
+        for i in range(table.num_forgotten, self._first_seen(num_computed)):
+            self.pool.drop(table.blocks[i], -1, table.blocks[i] in self._index)
+            table.blocks[i] = NO_BLOCK
+            table.num_forgotten = i + 1
+
+    def _first_seen(self, position: int) -> int:
+        """Index of the first block that a query at `position` sees."""
+        return max(0, position - self._window + 1) // self.block_size

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from penstock.core.kv.groups import NO_BLOCK
 from penstock.core.kv.manager import Holder, KVManager
 from penstock.types.cache_spec import RESERVED_BLOCKS
 
@@ -12,7 +13,9 @@ def check(kv: KVManager, holders: Iterable[Holder]) -> None:
     holders = list(holders)
     for g, group in enumerate(kv.groups):
         pool = group.pool
-        held = Counter(block for holder in holders for block in holder.tables[g].blocks)
+        held = Counter(
+            block for holder in holders for block in holder.tables[g].blocks if block != NO_BLOCK
+        )
         free = [*pool._blank, *pool._reusable, *pool._quarantine]
         assert len(set(free)) == len(free), "a block is free twice"
         assert not set(free) & set(held), "a block is free and held"
@@ -21,5 +24,7 @@ def check(kv: KVManager, holders: Iterable[Holder]) -> None:
         for block in expected:
             assert pool.refs(block) == held[block], (block, pool.refs(block), held[block])
         for holder in holders:
-            blocks = holder.tables[g].blocks
+            table = holder.tables[g]
+            assert table.blocks.count(NO_BLOCK) == table.num_forgotten
+            blocks = table.blocks[table.num_forgotten :]
             assert len(set(blocks)) == len(blocks), "a holder has a block twice"

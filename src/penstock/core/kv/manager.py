@@ -54,24 +54,31 @@ class KVManager:
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> PrefixMatch:
         """The longest prefix, at most `limit` tokens, that every group can take over."""
         while True:
-            found = tuple(group.match(keys, tokens, limit) for group in self.groups)
-            limit = min(match.num_tokens for match in found)
+            found = []
+            for group in self.groups:
+                found.append(group.match(keys, tokens, limit))
+                limit = found[-1].num_tokens
             if all(match.num_tokens == limit for match in found):
-                return PrefixMatch(limit, found)
+                return PrefixMatch(limit, tuple(found))
 
-    def fits(self, match: PrefixMatch, num_tokens: int, num_spare: int) -> bool:
-        """Whether a holder of `num_tokens` could open now and leave `num_spare` blocks."""
+    def fits(
+        self, match: PrefixMatch, num_tokens: int, num_spare: int, spare_share: float = 0.0
+    ) -> bool:
+        """Whether a holder of `num_tokens` could open now and leave so many blocks of each group,
+        and such a share of them."""
         return all(
-            group.cost(part, num_tokens) + num_spare <= group.pool.num_available
+            group.has_room(
+                part, num_tokens, max(num_spare, int(spare_share * group.pool.num_usable))
+            )
             for group, part in zip(self.groups, match.groups, strict=True)
         )
 
     def open(self, match: PrefixMatch, num_tokens: int) -> tuple[Holder, list[BlockCopy]]:
-        """A holder with room for `num_tokens`, the matched ones taken over."""
+        """A holder for a text of `num_tokens`, the matched ones taken over; `grow` before use."""
         tables, copies = [], []
         for g, (group, part) in enumerate(zip(self.groups, match.groups, strict=True)):
             table, pairs = group.open(part)
-            group.grow(table, num_tokens)
+            group.reserve(table, num_tokens)
             tables.append(table)
             copies += [BlockCopy(g, src, dst) for src, dst in pairs]
         return Holder(tuple(tables), [0] * len(tables)), copies
@@ -114,13 +121,15 @@ class KVManager:
         for group in self.groups:
             group.pool.release(committed_step)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of the hungriest group for a text of `num_tokens` that shares nothing."""
-        return max(group.num_missing(GroupTable([]), num_tokens) for group in self.groups)
+    def could_hold(self, texts: Sequence[int]) -> bool:
+        """Whether texts that grow to these numbers of tokens and share nothing fit, all at once."""
+        return all(
+            sum(map(group.most_blocks, texts)) <= group.pool.num_usable for group in self.groups
+        )
 
     @property
     def num_usable(self) -> int:
-        return min(group.pool.num_usable for group in self.groups)
+        return sum(group.pool.num_usable for group in self.groups)
 
     @property
     def num_held(self) -> int:
