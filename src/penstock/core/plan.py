@@ -56,10 +56,7 @@ class Draft:
 
     def join(self, seq: Sequence, num_cached: int, copies: Iterable[BlockCopy]) -> None:
         """A sequence that has just started takes its row."""
-        self._copies += [
-            CopyBlock(rank=seq.rank, group=copy.group, src=copy.src, dst=copy.dst)
-            for copy in copies
-        ]
+        self.copy(seq.rank, copies)
         self._joins.append(
             RowJoin(
                 request_id=seq.id,
@@ -72,6 +69,11 @@ class Draft:
                 stop_ids=seq.request.stop_ids,
             )
         )
+
+    def copy(self, rank: int, copies: Iterable[BlockCopy]) -> None:
+        self._copies += [
+            CopyBlock(rank=rank, group=copy.group, src=copy.src, dst=copy.dst) for copy in copies
+        ]
 
     def decode(self, seq: Sequence, num_tokens: int, max_kv_len: int) -> None:
         self._add(self._decodes, seq, FROM_DEVICE, num_tokens, num_tokens, max_kv_len)

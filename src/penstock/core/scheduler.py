@@ -129,6 +129,8 @@ class Scheduler:
                 continue
             max_kv_len = seq.num_tokens + (seq.num_pending + 1) * num_tokens - 1
             if self._make_room(draft, seq, max_kv_len):
+                if seq.num_tokens + seq.num_pending - 1 == seq.num_prefill:  # the first one
+                    self._before_step(draft, seq, seq.num_prefill)
                 draft.decode(seq, num_tokens, max_kv_len)
 
     def _make_room(self, draft: Draft, seq: Sequence, max_kv_len: int) -> bool:
@@ -166,10 +168,10 @@ class Scheduler:
 
     def _chunk_size(self, draft: Draft, rank: int, start: int, num_left: int) -> int:
         """How many of `num_left` tokens to prefill from `start` in this step; 0: not now."""
-        num_tokens = self._kvs[rank].chunk_limit(start, min(num_left, draft.budgets[rank]))
         # A text that grew beyond the budget before it was preempted comes back in chunks anyway.
-        must_be_whole = not self._config.chunked_prefill and num_left <= self._config.max_num_tokens
-        return 0 if must_be_whole and num_tokens < num_left else num_tokens
+        if not self._config.chunked_prefill and num_left <= self._config.max_num_tokens:
+            return num_left if num_left <= draft.budgets[rank] else 0
+        return self._kvs[rank].chunk_limit(start, min(num_left, draft.budgets[rank]))
 
     def _plan_chunk(self, draft: Draft, seq: Sequence) -> None:
         num_left = seq.num_prefill - seq.num_planned
@@ -178,8 +180,14 @@ class Scheduler:
             assert seq.holder is not None
             has_room = self._kvs[seq.rank].grow(seq.holder, seq.num_planned + num_tokens)
             assert has_room, "what was not reserved at the start is never short"
+            self._before_step(draft, seq, seq.num_planned)
             self._counters.prefill_chunks += 1
             draft.prefill(seq, num_tokens)
+
+    def _before_step(self, draft: Draft, seq: Sequence, num_computed: int) -> None:
+        assert seq.holder is not None
+        kv = self._kvs[seq.rank]
+        draft.copy(seq.rank, kv.before_step(seq.holder, seq.tokens, num_computed, draft.step_id))
 
     def _admit(self, draft: Draft) -> None:
         for seq in self._waiting:

@@ -5,13 +5,13 @@ from collections import defaultdict, deque
 
 import numpy as np
 import pytest
-from fake_executor import FakeExecutor, oracle
+from fake_executor import STATE, FakeExecutor, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.run import CapacityPolicy, QueuePolicy, RunConfig
 from penstock.core.gates import LeaderGate
-from penstock.core.kv.groups import NO_BLOCK, FullGroup, WindowGroup
+from penstock.core.kv.groups import NO_BLOCK, FullGroup, StateGroup, WindowGroup
 from penstock.core.kv.invariants import check
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
@@ -44,6 +44,7 @@ class Engine:
         accept=None,
         tokens_per_decode=1,
         window=None,
+        num_states=None,
         **changes,
     ):
         self.config = run_config(**changes)
@@ -58,10 +59,17 @@ class Engine:
                     window, c.tokens_per_block, c.max_batch_size, c.max_num_tokens, c.depth
                 )
                 groups.append(WindowGroup(num_needed, c.tokens_per_block, window, *reuse))
+            if num_states is not None:
+                num_needed = StateGroup.blocks_needed(c.max_batch_size) + num_states
+                groups.append(
+                    StateGroup(num_needed, c.tokens_per_block, 8, c.max_batch_size, c.block_reuse)
+                )
             self.kvs.append(KVManager(groups))
         self.scheduler = Scheduler(c, self.kvs, self.counters, tokens_per_decode=tokens_per_decode)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
-        windows = (None,) if window is None else (None, window)
+        windows = [None]
+        windows += [] if window is None else [window]
+        windows += [] if num_states is None else [STATE]
         self.device = FakeExecutor(
             num_ranks, c.tokens_per_block, accept or (lambda text: 1), windows
         )
@@ -352,15 +360,19 @@ traffic = st.lists(
     partial=st.booleans(),
     policy=st.sampled_from(CapacityPolicy),
     window=st.sampled_from([None, None, 1, 3, 6, 9]),
+    num_states=st.sampled_from([None, None, 0, 1, 3, 20]),
 )
 def test_any_traffic_gives_every_request_its_tokens_and_one_end(
-    events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy, window
-):
+    events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy, window,
+    num_states,
+):  # fmt: skip
+    if num_states is not None:
+        tokens_per_decode = 1  # a state cannot go back to before a rejected token
     engine = Engine(
         num_blocks=num_blocks, num_ranks=num_ranks, tokens_per_decode=tokens_per_decode,
         accept=lambda text: 1 + sum(text) % 3, depth=depth, chunked_prefill=chunked,
         max_num_tokens=20 if not chunked else 7, partial_reuse=partial, capacity_policy=policy,
-        window=window,
+        window=window, num_states=num_states,
     )  # fmt: skip
     asked: dict[int, tuple] = {}
     for event in events:
@@ -418,6 +430,25 @@ def test_a_prefix_is_taken_over_where_its_window_is_still_there():
     assert kv.match((), prompt, 11).num_tokens == 0
     for block in taken:
         pool.drop(block, -1, is_indexed=False)
+
+
+def test_a_state_is_taken_over_where_a_copy_was_kept():
+    engine = Engine(num_blocks=40, num_states=4, depth=2)
+    engine.submit(tuple(range(20)), max_tokens=3)
+    engine.run_dry()
+    # Copies were kept after 8, 16 and all 20 tokens of the prompt.
+    for prompt, num_hit in (
+        (tuple(range(12)), 8),
+        ((*range(20), 30, 31), 20),
+        ((*range(19), 30, 31), 16),
+        ((7, *range(19)), 0),
+    ):
+        before = engine.counters.prefix_hit_tokens
+        rid = engine.submit(prompt, max_tokens=4)
+        engine.run_dry()
+        assert engine.tokens[rid] == oracle(prompt, 4)
+        assert engine.counters.prefix_hit_tokens - before == num_hit, prompt
+    engine.assert_empty()
 
 
 def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_again():

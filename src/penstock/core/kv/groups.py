@@ -1,7 +1,7 @@
 """Cache groups: layers that remember the same way share one, with its own blocks and its own rules.
 
-`FullGroup` keeps every token, `WindowGroup` those that a window still sees. Another kind (a state)
-implements the same protocol; the manager asks all groups and the scheduler knows none of them.
+`FullGroup` keeps every token, `WindowGroup` those that a window still sees, `StateGroup` one state
+of the whole text. They share a protocol: the manager asks all groups, the scheduler knows none.
 """
 
 from dataclasses import dataclass, field
@@ -64,7 +64,12 @@ class CacheGroup(Protocol):
     def grow(self, table: GroupTable, num_tokens: int) -> None: ...
 
     def chunk_limit(self, start: int, num_tokens: int) -> int:
-        """Shortens a prefill chunk from `start` so that it ends on this group's own boundary."""
+        """Shortens a prefill chunk from `start` so that it ends where this group likes it to."""
+
+    def before_step(
+        self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
+    ) -> list[tuple[int, int]]:
+        """Blocks to copy before `step` goes on from the first `num_computed` tokens."""
 
     def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
         """The first `num_computed` tokens are in the cache for good: make their blocks findable."""
@@ -138,6 +143,11 @@ class FullGroup:
 
     def chunk_limit(self, start: int, num_tokens: int) -> int:
         return num_tokens
+
+    def before_step(
+        self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
+    ) -> list[tuple[int, int]]:
+        return []
 
     def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
         if not self._reuse:
@@ -225,3 +235,97 @@ class WindowGroup(FullGroup):
     def _first_seen(self, position: int) -> int:
         """Index of the first block that a query at `position` sees."""
         return max(0, position - self._window + 1) // self.block_size
+
+
+class StateGroup:
+    """One block is the state of a whole text, changed by every step. Copies of it, taken where
+    another text may go on, are kept until their blocks are needed.
+
+    A copy is taken every `interval` tokens of a prompt and at its end.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, interval: int, max_rows: int, reuse: bool
+    ) -> None:
+        assert interval % block_size == 0, (interval, block_size)
+        self._block_size = block_size  # of the digests
+        self._interval = interval
+        self._max_rows = max_rows
+        self._reuse = reuse
+        self._copies: dict[bytes, dict[bytes, int]] = {}  # full blocks -> what follows -> block
+        self._place_of: dict[int, tuple[bytes, bytes]] = {}
+        self.pool = BlockPool(num_blocks, self._forget)
+
+    @staticmethod
+    def blocks_needed(max_rows: int) -> int:
+        """Without copies: a row may be taken while its last holder's state waits for a step."""
+        return RESERVED_BLOCKS + 2 * max_rows
+
+    def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
+        root = root_digest(keys)
+        best, digest = GroupMatch(0, (root,)), root
+        for start in range(0, limit + 1 if self._reuse else 0, self._block_size):
+            if start:
+                digest = next_digest(digest, tokens[start - self._block_size : start])
+            for rest, block in self._copies.get(digest, {}).items():
+                end = start + len(rest) // tokens.itemsize
+                if best.num_tokens < end <= limit and tokens[start:end].tobytes() == rest:
+                    best = GroupMatch(end, (root,), (), block)
+        return best
+
+    def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
+        return self.pool.num_available > 0
+
+    def most_blocks(self, num_tokens: int) -> int:
+        return 1
+
+    def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
+        if match.copy_from is not None:
+            self.pool.touch(match.copy_from)
+        table = GroupTable(list(match.digests), [self.pool.allocate()])
+        if match.copy_from in (None, table.blocks[0]):  # nothing, or evicted and taken itself
+            return table, []
+        return table, [(match.copy_from, table.blocks[0])]
+
+    def reserve(self, table: GroupTable, num_tokens: int) -> None:
+        pass
+
+    def num_missing(self, table: GroupTable, num_tokens: int) -> int:
+        return 0
+
+    def grow(self, table: GroupTable, num_tokens: int) -> None:
+        pass
+
+    def chunk_limit(self, start: int, num_tokens: int) -> int:
+        if not self._reuse:
+            return num_tokens
+        return min(num_tokens, self._interval - start % self._interval)
+
+    def before_step(
+        self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
+    ) -> list[tuple[int, int]]:
+        if not self._reuse or num_computed == 0 or self.pool.num_available <= self._max_rows:
+            return []
+        digest, num_full = table.digests[0], num_computed // self._block_size
+        for start in range(0, num_full * self._block_size, self._block_size):
+            digest = next_digest(digest, tokens[start : start + self._block_size])
+        rest = tokens[num_full * self._block_size : num_computed].tobytes()
+        if rest in self._copies.get(digest, {}):
+            return []
+        block = self.pool.allocate()
+        self._copies.setdefault(digest, {})[rest] = block
+        self._place_of[block] = (digest, rest)
+        self.pool.drop(block, step, is_indexed=True)
+        return [(table.blocks[0], block)]
+
+    def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
+        pass
+
+    def close(self, table: GroupTable, last_step: int) -> None:
+        self.pool.drop(table.blocks.pop(), last_step, is_indexed=False)
+
+    def _forget(self, block: int) -> None:
+        digest, rest = self._place_of.pop(block)
+        del self._copies[digest][rest]
+        if not self._copies[digest]:
+            del self._copies[digest]

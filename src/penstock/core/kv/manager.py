@@ -108,6 +108,16 @@ class KVManager:
             num_tokens = group.chunk_limit(start, num_tokens)
         return num_tokens
 
+    def before_step(
+        self, holder: Holder, tokens: Tokens, num_computed: int, step: int
+    ) -> list[BlockCopy]:
+        """What to copy before `step` goes on from the first `num_computed` tokens."""
+        return [
+            BlockCopy(g, src, dst)
+            for g, (group, table) in enumerate(self._tables(holder))
+            for src, dst in group.before_step(table, tokens, num_computed, step)
+        ]
+
     def index(self, holder: Holder, tokens: Tokens, num_computed: int) -> None:
         for group, table in self._tables(holder):
             group.index(table, tokens, num_computed)
