@@ -5,7 +5,8 @@ Tokens of entry i are [query_starts[i], query_starts[i + 1]). Decode entries com
 each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,13 @@ class ForwardBatch:
     num_decodes: int  # host; the first entries, one token each
     max_query_len: int  # host; longest entry
     max_kv_len: int  # host; upper bound of kv_lens_N
+    others: tuple["ForwardBatch", ...] = ()  # the step as the layers of further groups see it
+    plans: dict[Any, Any] = field(default_factory=dict)  # worked out by one layer for those behind
+    cached_lens: tuple[int, ...] = ()  # host; of the entries behind the decodes: tokens before T
+
+    def of_group(self, group: int) -> "ForwardBatch":
+        """The step with the slots and the block table of one cache group."""
+        return self if group == 0 else self.others[group - 1]
 
     @property
     def num_tokens(self) -> int:

@@ -6,13 +6,14 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, InputFormat
 from penstock.kernels.rope import rope_kv_write
 from penstock.layers.build import Build
+from penstock.layers.cached import CachedLayer
 from penstock.layers.handover import converted
 from penstock.layers.linear import QKVLinear, RowLinear
 from penstock.layers.norm import RMSNorm
@@ -21,7 +22,7 @@ from penstock.parallel.parameter import new_parameter
 from penstock.types.cache_spec import FullKV
 
 
-class Attention(nn.Module):
+class Attention(CachedLayer):
     """`window=w`: a token sees itself and the w - 1 before it.
 
     `qk_norm_eps`: query and key heads are normalised before the rotation.
@@ -74,17 +75,21 @@ class Attention(nn.Module):
 
     def cache_spec(self) -> FullKV:
         return FullKV(
-            num_kv_heads=self.num_kv_heads, head_size=self.head_size, dtype=self.cache_dtype
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.cache_dtype,
+            window=self.params.window,
         )
 
-    def bind_cache(self, k_cache_BKSD: Tensor, v_cache_BKSD: Tensor) -> None:
-        self.k_cache_BKSD, self.v_cache_BKSD = k_cache_BKSD, v_cache_BKSD
+    def bind_cache(self, *planes: Tensor) -> None:
+        self.k_cache_BKSD, self.v_cache_BKSD = planes
 
     def input_format(self, num_tokens: int) -> InputFormat:
         return self.qkv_proj.input_format(num_tokens)
 
     def forward(self, x_TC: Activation, batch: ForwardBatch) -> Tensor:
         assert self.k_cache_BKSD is not None and self.v_cache_BKSD is not None, "cache not bound"
+        batch = batch.of_group(self.group)
         q_THD = rope_kv_write(
             self.qkv_proj(x_TC, batch).view(batch.num_tokens, -1, self.head_size),
             self.q_norm.weight if self.q_norm is not None else None,

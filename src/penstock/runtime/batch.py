@@ -6,7 +6,7 @@ host sends row numbers. Nothing in this file waits for the device.
 
 # R rows (the last one is padding), M blocks a row may have, N entries, T tokens, L logit rows
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,16 +40,22 @@ class Rows:
     """Persistent state of `max_rows` rows and one padding row, which points to block 0."""
 
     def __init__(
-        self, max_rows: int, max_blocks: int, block_size: int, device: torch.device
+        self,
+        max_rows: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         self.device = device
         self.block_size = block_size
         self.padding_row = max_rows
         self.last_tokens_R = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.lengths_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self.block_table_RM = torch.zeros(
-            (max_rows + 1, max_blocks), dtype=torch.int32, device=device
-        )
+        self.block_tables = [
+            torch.zeros((max_rows + 1, max_blocks), dtype=torch.int32, device=device)
+            for _ in range(num_groups)
+        ]
         self._arange_R1 = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
         self._texts: dict[int, Int32s] = {}  # host: what each row must prefill
 
@@ -58,11 +64,14 @@ class Rows:
         for join in plan.joins:
             self._texts[join.row] = join.token_ids
         growth = plan.growth
-        if len(growth.rows):
+        for group, table_RM in enumerate(self.block_tables):
+            own = growth.groups == group
+            if not own.any():
+                continue
             rows, indices, block_ids = all_to_device(
-                [growth.rows, growth.indices, growth.block_ids], self.device
+                [growth.rows[own], growth.indices[own], growth.block_ids[own]], self.device
             )
-            self.block_table_RM.index_put_((rows.long(), indices.long()), block_ids)
+            table_RM.index_put_((rows.long(), indices.long()), block_ids)
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The tensors of a step with any mix of prompt chunks and decodes."""
@@ -94,22 +103,25 @@ class Rows:
         input_ids_T = torch.where(
             is_prompt_N[entries], ids_T.long(), self.last_tokens_R[rows][entries]
         )
-        blocks_T = self.block_table_RM[rows[entries], positions_T // self.block_size].long()
         kv_lens_N = firsts_N + counts_N
         self.lengths_R.index_copy_(0, rows, kv_lens_N)
         sampling_rows = sampling_L.long()
         return StepInputs(
-            batch=ForwardBatch(
-                input_ids_T=input_ids_T,
-                positions_T=positions_T,
-                slots_T=blocks_T * self.block_size + positions_T % self.block_size,
-                rows_N=rows_N,
-                query_starts_N1=query_starts_N1,
-                kv_lens_N=kv_lens_N,
-                block_table_RM=self.block_table_RM,
-                num_decodes=plan.num_decodes,
-                max_query_len=int(num_tokens.max()),
-                max_kv_len=int(plan.max_kv_lens.max()),
+            batch=self._with_groups(
+                rows[entries],
+                ForwardBatch(
+                    input_ids_T=input_ids_T,
+                    positions_T=positions_T,
+                    slots_T=self._slots(0, rows[entries], positions_T),
+                    rows_N=rows_N,
+                    query_starts_N1=query_starts_N1,
+                    kv_lens_N=kv_lens_N,
+                    block_table_RM=self.block_tables[0],
+                    num_decodes=plan.num_decodes,
+                    max_query_len=int(num_tokens.max()),
+                    max_kv_len=int(plan.max_kv_lens.max()),
+                    cached_lens=tuple(plan.starts[plan.num_decodes :].tolist()),
+                ),
             ),
             rows_L=rows[sampling_rows],
             kv_lens_L=kv_lens_N[sampling_rows],
@@ -132,23 +144,43 @@ class Rows:
     def decode_batch(self, rows_N: Tensor, max_kv_len: int) -> ForwardBatch:
         """One token of each row, built on the device; `rows_N` may hold padding rows."""
         input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
-            rows_N, self.last_tokens_R, self.lengths_R, self.block_table_RM, self.block_size
+            rows_N, self.last_tokens_R, self.lengths_R, self.block_tables[0], self.block_size
         )
         self.lengths_R.index_copy_(0, rows_N.long(), kv_lens_N)
         self.lengths_R[self.padding_row :].zero_()
         num_entries = rows_N.shape[0]
-        return ForwardBatch(
-            input_ids_T=input_ids_N,
-            positions_T=positions_N,
-            slots_T=slots_N,
-            rows_N=rows_N,
-            query_starts_N1=self._arange_R1[: num_entries + 1],
-            kv_lens_N=kv_lens_N,
-            block_table_RM=self.block_table_RM,
-            num_decodes=num_entries,
-            max_query_len=1,
-            max_kv_len=max_kv_len,
+        return self._with_groups(
+            rows_N.long(),
+            ForwardBatch(
+                input_ids_T=input_ids_N,
+                positions_T=positions_N,
+                slots_T=slots_N,
+                rows_N=rows_N,
+                query_starts_N1=self._arange_R1[: num_entries + 1],
+                kv_lens_N=kv_lens_N,
+                block_table_RM=self.block_tables[0],
+                num_decodes=num_entries,
+                max_query_len=1,
+                max_kv_len=max_kv_len,
+            ),
         )
+
+    def _with_groups(self, rows_T: Tensor, batch: ForwardBatch) -> ForwardBatch:
+        """The batch of group 0, and beside it that of every other group."""
+        batch.others = tuple(
+            replace(
+                batch,
+                slots_T=self._slots(group, rows_T, batch.positions_T),
+                block_table_RM=self.block_tables[group],
+                plans={},
+            )
+            for group in range(1, len(self.block_tables))
+        )
+        return batch
+
+    def _slots(self, group: int, rows_T: Tensor, positions_T: Tensor) -> Tensor:
+        blocks_T = self.block_tables[group][rows_T, positions_T // self.block_size].long()
+        return blocks_T * self.block_size + positions_T % self.block_size
 
     def accept(self, rows_L: Tensor, token_ids_L: Tensor) -> None:
         """The sampled tokens are what these rows feed next."""

@@ -5,7 +5,7 @@ Two phases, because ranks must agree on the number of cache blocks in between.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,16 +15,19 @@ import torch
 
 from penstock import log
 from penstock.config.run import RunConfig
-from penstock.kernels import native
+from penstock.kernels import native, triton_cache
 from penstock.kernels.attention.backend import get_backend
+from penstock.kernels.attention.mla import PIECE_TOKENS
+from penstock.layers.build import ExpertsBuild
 from penstock.layers.decoder import Decoder
 from penstock.models.registry import build_model
 from penstock.parallel.mesh import RankMesh
 from penstock.parallel.parameter import PlacedParameter
 from penstock.quant.choose import choose_schemes
 from penstock.runtime.batch import Rows
+from penstock.runtime.cache_groups import LayerGroup, group_layers
 from penstock.runtime.graphs import CudaGraphs
-from penstock.runtime.kv_tensors import KVTensors, bytes_per_block
+from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.memory import MemoryPlan, longest_sequence, make_plan
 from penstock.runtime.model_runner import ModelRunner
 from penstock.sampling.sampler import Sampler
@@ -48,6 +51,11 @@ class Timeline:
         yield
         self.phases.append((name, time.perf_counter() - started))
 
+    def __str__(self) -> str:
+        total = sum(seconds for _, seconds in self.phases)
+        parts = [f"{name} {seconds:.1f} s" for name, seconds in self.phases]
+        return f"{total:.1f} s ({', '.join(parts)})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRank:
@@ -55,6 +63,7 @@ class LoadedRank:
     mesh: RankMesh
     device: torch.device
     memory: MemoryPlan
+    groups: tuple[LayerGroup, ...]
 
 
 def rank_device(config: RunConfig, rank: int) -> torch.device:
@@ -72,13 +81,22 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
     if device.type == "cpu":
         with timeline.phase("prepare native ops"):
             native.set_num_threads(config.num_threads)
+    else:
+        triton_cache.use_cache_folder()
+    for choice in config.choices:
+        if choice.name == "moe_backend" and mesh.rank == 0:
+            _log.info("experts run on %s: %s", choice.value, choice.reason)
     with timeline.phase("build model"):
         dtype = getattr(torch, config.dtype)
         backend = get_backend(config.attention_backend)
         path, is_dummy = Path(config.model_path), config.load_format == "dummy"
-        schemes = choose_schemes(spec.quantization, None if is_dummy else path, dtype, device)
+        by_reference = config.moe_backend == "reference"
+        schemes = choose_schemes(
+            spec.quantization, None if is_dummy else path, dtype, device, by_reference
+        )
         cache_dtype = getattr(torch, config.kv_dtype)
-        model = build_model(spec, mesh, dtype, device, backend, schemes, cache_dtype)
+        experts = ExpertsBuild(by_reference=by_reference, max_tokens=config.moe_max_tokens)
+        model = build_model(spec, mesh, dtype, device, backend, schemes, cache_dtype, experts)
     with timeline.phase("load weights"), torch.inference_mode():
         if is_dummy:
             dummy_weights(model, config.seed)
@@ -89,27 +107,28 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
         if device.type == "cuda":
             torch.cuda.synchronize()
     with timeline.phase("plan memory"):
-        memory = _plan_memory(config, spec, model, mesh, device, weights)
-    return LoadedRank(model=model, mesh=mesh, device=device, memory=memory)
+        groups = group_layers(model.cache_layers(), config)
+        memory = _plan_memory(config, spec, model, groups, mesh, device, weights)
+    return LoadedRank(model=model, mesh=mesh, device=device, memory=memory, groups=groups)
 
 
 def _plan_memory(
     config: RunConfig,
     spec: ModelSpec,
     model: Decoder,
+    groups: tuple[LayerGroup, ...],
     mesh: RankMesh,
     device: torch.device,
     weights: int,
 ) -> MemoryPlan:
-    block = bytes_per_block(model.cache_layers(), config.tokens_per_block)
     if device.type == "cpu":
-        return make_plan(config, weights=weights, activations=0, free=0, block=block)
+        return make_plan(config, weights=weights, activations=0, free=0, groups=groups)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     # The largest step there can be, on a cache of two blocks: what counts is its peak, not its
     # result.
-    runner, _ = _wire(config, spec, model, mesh, device, num_blocks=2)
+    runner, _ = _wire(config, spec, model, groups, mesh, device, [2] * len(groups))
     runner.forward(_largest_step(config))
     runner.sample(0, LateInputs())
     torch.cuda.synchronize()
@@ -117,34 +136,39 @@ def _plan_memory(
     del runner
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    return make_plan(config, weights=weights, activations=activations, free=free, block=block)
+    return make_plan(config, weights=weights, activations=activations, free=free, groups=groups)
 
 
 def _largest_step(config: RunConfig) -> StepPlan:
-    """One prompt as long as a step may be (or several), and all rows asking for logits."""
+    """One prompt as long as a step may be (or several), and all rows asking for logits.
+
+    The last one goes on from a cached text, which some layers bring into another form in pieces.
+    """
     num_rows = min(config.max_batch_size, config.max_num_tokens)
     lengths = np.full(num_rows, config.max_num_tokens // num_rows, np.int32)
     lengths[0] += config.max_num_tokens - lengths.sum()
     lengths = np.minimum(lengths, config.max_seq_len)
     rows = np.arange(num_rows, dtype=np.int32)
+    starts = np.zeros_like(rows)
+    starts[-1] = min(PIECE_TOKENS, config.max_seq_len - lengths[-1])
     none = np.zeros(0, np.int32)
     return StepPlan(
         step_id=0,
         joins=tuple(
             RowJoin(
-                request_id=0, rank=0, row=row, token_ids=np.zeros(length, np.int32), num_cached=0,
-                num_prompt=int(length), sampling=SamplingParams(), stop_ids=(),
+                request_id=0, rank=0, row=row, token_ids=np.zeros(end, np.int32), num_cached=0,
+                num_prompt=int(end), sampling=SamplingParams(), stop_ids=(),
             )
-            for row, length in enumerate(lengths)
+            for row, end in enumerate(starts + lengths)
         ),
         growth=BlockGrowth(ranks=none, groups=none, rows=none, indices=none, block_ids=none),
         cache_ops=(),
         ranks=np.zeros_like(rows),
         rows=rows,
-        starts=np.zeros_like(rows),
+        starts=starts,
         num_tokens=lengths,
         num_logit_rows=np.ones_like(rows),
-        max_kv_lens=lengths,
+        max_kv_lens=starts + lengths,
         num_decodes=0,
         padded_tokens=int(lengths.sum()),
         needs_late_inputs=False,
@@ -155,15 +179,17 @@ def _wire(
     config: RunConfig,
     spec: ModelSpec,
     model: Decoder,
+    groups: tuple[LayerGroup, ...],
     mesh: RankMesh,
     device: torch.device,
-    num_blocks: int,
+    num_blocks: Sequence[int],
 ) -> tuple[ModelRunner, Rows]:
     # A step in flight may write one token beyond a sequence's end.
     most_tokens = config.max_seq_len + config.depth
     max_blocks = -(-most_tokens // config.tokens_per_block)
-    rows = Rows(config.max_batch_size, max_blocks, config.tokens_per_block, device)
-    kv = KVTensors(model.cache_layers(), num_blocks, config.tokens_per_block, device)
+    block_size = config.tokens_per_block
+    rows = Rows(config.max_batch_size, max_blocks, block_size, device, len(groups))
+    kv = KVTensors(groups, num_blocks, block_size, device)
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed)
     return ModelRunner(model, rows, kv, sampler, mesh), rows
 
@@ -173,7 +199,10 @@ def finish_rank(
 ) -> ModelRunner:
     """The runner with its cache of `num_blocks`, and its graphs captured."""
     with timeline.phase("allocate cache"):
-        runner, rows = _wire(config, spec, loaded.model, loaded.mesh, loaded.device, num_blocks)
+        runner, rows = _wire(
+            config, spec, loaded.model, loaded.groups, loaded.mesh, loaded.device,
+            (num_blocks, *loaded.memory.further_blocks),
+        )  # fmt: skip
     if not config.graph_batch_sizes:
         return runner
     with timeline.phase(f"capture {len(config.graph_batch_sizes)} graphs"):

@@ -1,41 +1,41 @@
-"""The cache itself: one tensor for all layers of a group, handed to the layers as views."""
+"""The cache itself: one tensor per group of layers, handed to the layers as views."""
 
-# L layers, B blocks, K kv heads, S tokens per block, D head size
+# L layers, P planes of a layer, B blocks; what a block holds is said by the layer's `CacheSpec`
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.layers.attention import Attention
+from penstock.runtime.cache_groups import LayerGroup
 from penstock.types.step import CacheOp
-
-
-def bytes_per_block(layers: Iterable[Attention], block_size: int) -> int:
-    """What one block of every layer takes on this rank."""
-    return sum(layer.cache_spec().bytes_per_token() * block_size for layer in layers)
 
 
 class KVTensors:
     def __init__(
-        self, layers: list[Attention], num_blocks: int, block_size: int, device: torch.device
+        self,
+        groups: Sequence[LayerGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        device: torch.device,
     ) -> None:
-        spec = layers[0].cache_spec()
-        assert all(layer.cache_spec() == spec for layer in layers), "one cache group today"
-        shape = (len(layers), 2, num_blocks, spec.num_kv_heads, block_size, spec.head_size)
-        self._kv_L2BKSD = _zeros(shape, getattr(torch, spec.dtype), device)
-        for layer, kv_2BKSD in zip(layers, self._kv_L2BKSD, strict=True):
-            layer.bind_cache(kv_2BKSD[0], kv_2BKSD[1])
+        self._groups: list[Tensor] = []
+        for number, (group, num) in enumerate(zip(groups, num_blocks, strict=True)):
+            spec = group.spec
+            shape = (len(group.layers), spec.num_planes, num, *spec.block_shape(block_size))
+            planes_LPB = _zeros(shape, getattr(torch, spec.dtype), device)
+            for layer, planes_PB in zip(group.layers, planes_LPB, strict=True):
+                layer.group = number
+                layer.bind_cache(*planes_PB)
+            self._groups.append(planes_LPB)
 
     def apply(self, ops: Iterable[CacheOp]) -> None:
         """Run a plan's cache operations, in order."""
         for op in ops:
-            self._blocks(op.dst).copy_(self._blocks(op.src))
-
-    def _blocks(self, block: int) -> Tensor:
-        return self._kv_L2BKSD[:, :, block]
+            planes_LPB = self._groups[op.group]
+            planes_LPB[:, :, op.dst].copy_(planes_LPB[:, :, op.src])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,9 +1,11 @@
 """The byte plan of one rank: weights, activations, graphs, and what is left for the cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
+from penstock.runtime.cache_groups import LayerGroup
 from penstock.types.cache_spec import RESERVED_BLOCKS
 
 _GIB = 2**30
@@ -15,12 +17,14 @@ class MemoryPlan:
     weights: int
     activations: int  # peak of a step of max_num_tokens
     graphs: int  # reserved for CUDA graphs
-    block: int  # one cache block, all layers
-    num_blocks: int
+    block: int  # one cache block of the first group, all its layers
+    num_blocks: int  # of the first group
+    further_blocks: tuple[int, ...] = ()  # of the others
+    further: int = 0  # bytes of all their blocks
 
     @property
     def cache(self) -> int:
-        return self.num_blocks * self.block
+        return self.num_blocks * self.block + self.further
 
     def as_dict(self) -> dict[str, int]:
         return {
@@ -33,9 +37,20 @@ class MemoryPlan:
 
 
 def make_plan(
-    config: RunConfig, *, weights: int, activations: int, free: int, block: int
+    config: RunConfig,
+    *,
+    weights: int,
+    activations: int,
+    free: int,
+    groups: Sequence[LayerGroup],
 ) -> MemoryPlan:
     """`free` bytes are left on the device beside the weights, activations not yet taken off."""
+    block = groups[0].block_bytes(config.tokens_per_block)
+    further_blocks = tuple(group.fixed_blocks(config) for group in groups[1:])
+    further = sum(
+        num * group.block_bytes(config.tokens_per_block)
+        for group, num in zip(groups[1:], further_blocks, strict=True)
+    )
     graphs = 0
     if config.device == "cpu":
         budget = config.kv_cpu_bytes
@@ -44,7 +59,7 @@ def make_plan(
             share = config.graph_batch_sizes[-1] / config.max_num_tokens
             graphs = _GRAPH_BASE_BYTES + int(activations * min(1.0, share))
         budget = int(config.kv_memory_fraction * (free - activations - graphs))
-    num_blocks = budget // block
+    num_blocks = max(0, budget - further) // block
     if config.kv_max_tokens is not None:
         wanted = -(-config.kv_max_tokens // config.tokens_per_block) + RESERVED_BLOCKS
         num_blocks = min(num_blocks, wanted) if config.device != "cpu" else wanted
@@ -61,6 +76,8 @@ def make_plan(
         graphs=graphs,
         block=block,
         num_blocks=num_blocks,
+        further_blocks=further_blocks,
+        further=further,
     )
 
 

@@ -56,10 +56,6 @@ class SdpaAttention:
     name = "sdpa"
     graph_safe = False
 
-    def __init__(self) -> None:
-        self._batch: ForwardBatch | None = None
-        self._plans: dict[tuple[int, int, int | None], _Plan] = {}
-
     def attend(
         self,
         q_THD: Tensor,
@@ -105,23 +101,19 @@ class SdpaAttention:
             out_THD[here] = out_1HQD[0].transpose(0, 1)
         return out_THD
 
+    @staticmethod
     def _plan(
-        self,
         batch: ForwardBatch,
         num_grouped: int,
         num_kv_heads: int,
         block_size: int,
         window: int | None,
     ) -> _Plan:
-        """The step's plan, made once per kind of layer. A `ForwardBatch` object is one step."""
-        if batch is not self._batch:
-            self._batch = batch
-            self._plans.clear()
-        key = (num_kv_heads, block_size, window)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = _make_plan(batch, num_grouped, num_kv_heads, block_size, window)
-            self._plans[key] = plan
+        """The step's plan, made once per kind of layer."""
+        key = (_Plan, num_kv_heads, block_size, window)
+        if key not in batch.plans:
+            batch.plans[key] = _make_plan(batch, num_grouped, num_kv_heads, block_size, window)
+        plan: _Plan = batch.plans[key]
         return plan
 
 
@@ -158,7 +150,7 @@ def _make_plan(
     rows_N, kv_lens_N = batch.rows_N.numpy(), batch.kv_lens_N.numpy()
     table_RM, starts_N1 = batch.block_table_RM.numpy(), batch.query_starts_N1.numpy()
     groups = []
-    for entries in _group_by_length(kv_lens_N[:num_grouped].tolist(), window):
+    for entries in group_by_length(kv_lens_N[:num_grouped].tolist(), window):
         is_all = len(entries) == num_grouped
         tokens = slice(0, len(entries)) if is_all else torch.tensor(entries)
         groups.append(
@@ -187,7 +179,7 @@ def _lines(blocks_NM: Int64s, num_kv_heads: int) -> Tensor:
     return torch.from_numpy(lines_NKM.ravel())
 
 
-def _group_by_length(kv_lens: list[int], window: int | None) -> list[list[int]]:
+def group_by_length(kv_lens: list[int], window: int | None) -> list[list[int]]:
     """Entries of similar length together, each group in ascending order of entry."""
     seen = [kv_len if window is None else min(kv_len, window) for kv_len in kv_lens]
     groups: list[list[int]] = []

@@ -1,0 +1,27 @@
+"""`CachedLayer`: a layer that remembers tokens. It says what; the memory is given to it."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from penstock.kernels.formats import InputFormat
+from penstock.types.cache_spec import CacheSpec
+
+
+class CachedLayer(nn.Module, ABC):
+    group = 0  # of layers that remember alike; tells its blocks in a batch
+
+    @abstractmethod
+    def cache_spec(self) -> CacheSpec: ...
+
+    @abstractmethod
+    def bind_cache(self, *planes: Tensor) -> None:
+        """The planes of its spec, [blocks, *block_shape] each."""
+
+    @abstractmethod
+    def input_format(self, num_tokens: int) -> InputFormat:
+        """The form in which it wants its input."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After loading: what was loaded is brought into the form it computes with."""

@@ -1,0 +1,29 @@
+"""The phases of a start, as they are logged and sent with `Ready`."""
+
+import pytest
+
+from penstock.runtime import build
+from penstock.runtime.build import Timeline
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    times = iter((0.0, 1.5, 2.0, 2.25))
+    monkeypatch.setattr(build.time, "perf_counter", lambda: next(times))
+
+
+def test_phases_come_in_order_with_their_seconds(clock):
+    timeline = Timeline()
+    with timeline.phase("load weights"):
+        pass
+    with timeline.phase("capture 3 graphs"):
+        pass
+    assert timeline.phases == [("load weights", 1.5), ("capture 3 graphs", 0.25)]
+    assert str(timeline) == "1.8 s (load weights 1.5 s, capture 3 graphs 0.2 s)"
+
+
+def test_a_phase_that_fails_is_not_listed(clock):
+    timeline = Timeline()
+    with pytest.raises(OSError, match="disk"), timeline.phase("load weights"):
+        raise OSError("disk")
+    assert timeline.phases == []
