@@ -10,6 +10,14 @@ from penstock.quant.scheme import TableScheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsBuild:
+    """How layers of experts are computed."""
+
+    by_reference: bool = False  # as the op's reference does, slow and plain
+    max_tokens: int | None = None  # computed at once; more are cut into pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
     mesh: RankMesh
     dtype: torch.dtype
@@ -17,3 +25,4 @@ class Build:
     cache_dtype: torch.dtype  # of keys and values
     tables: TableScheme  # of the embedding and the head; linear layers are given theirs by name
     attention: AttentionBackend
+    experts: ExpertsBuild

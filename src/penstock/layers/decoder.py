@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from torch import Tensor, nn
 
 from penstock.kernels.batch import ForwardBatch
-from penstock.layers.attention import Attention
 from penstock.layers.build import Build
+from penstock.layers.cached import CachedLayer
 from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
+from penstock.layers.moe import Experts, MoE
 from penstock.layers.norm import ResidualNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec
@@ -23,7 +24,7 @@ from penstock.weights.mapping import Rules
 
 class DecoderBlock(nn.Module):
     def __init__(
-        self, spec: ModelSpec, build: Build, *, attention: Attention, mlp: GatedMLP
+        self, spec: ModelSpec, build: Build, *, attention: CachedLayer, mlp: GatedMLP | MoE
     ) -> None:
         super().__init__()
         self.input_norm = ResidualNorm(spec.hidden_size, spec.norm_eps, build)
@@ -78,9 +79,9 @@ class Decoder(nn.Module, ABC):
     def finish(self) -> None:
         """After loading: every layer brings its weights into the form it computes with."""
         for module in self.modules():
-            if isinstance(module, Attention | Linear | VocabEmbedding | VocabHead):
+            if isinstance(module, CachedLayer | Experts | Linear | VocabEmbedding | VocabHead):
                 module.finish()
 
-    def cache_layers(self) -> list[Attention]:
+    def cache_layers(self) -> list[CachedLayer]:
         """The layers that need a cache, in order."""
-        return [layer for layer in self.modules() if isinstance(layer, Attention)]
+        return [layer for layer in self.modules() if isinstance(layer, CachedLayer)]

@@ -41,6 +41,10 @@ class Linear(nn.Module):
         """After loading: the parameters are now the scheme's own and no checkpoint fits them."""
         self.scheme.finish(self)
 
+    def values(self) -> Tensor:
+        """Of a finished layer: its matrix [O, I] as plain numbers."""
+        return self.scheme.values(self)
+
     def input_format(self, num_tokens: int) -> InputFormat:
         """The form in which this layer wants its input."""
         return self.scheme.input_format(self, num_tokens)

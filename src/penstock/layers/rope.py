@@ -67,6 +67,17 @@ def attention_factor(spec: RopeSpec) -> float:
     return _yarn_mscale(spec.factor, 1.0)
 
 
+def score_factor(spec: RopeSpec) -> float:
+    """What attention scores are multiplied by where a checkpoint gives `mscale_all_dim`.
+
+    Of its models only a part of each head is rotated, and this reaches the rest as well. Models
+    whose heads are rotated as a whole have it in the table: `attention_factor`.
+    """
+    if spec.kind == "default" or not spec.mscale_all_dim:
+        return 1.0
+    return _yarn_mscale(spec.factor, spec.mscale_all_dim) ** 2
+
+
 def _yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 

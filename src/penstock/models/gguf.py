@@ -8,25 +8,36 @@ import numpy as np
 from penstock.errors import ConfigError
 from penstock.hub.gguf import GgufFile
 
-_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 _F32 = 0
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     """The fields of config.json that describe this model."""
-    model_type = file.metadata.get("general.architecture", "")
-    if model_type not in _MODEL_TYPES:
+    architecture = file.metadata.get("general.architecture", "")
+    if architecture not in _MODEL_TYPES:
         raise ConfigError(
-            f"'{file.path}': GGUF architecture '{model_type}' is not supported; "
+            f"'{file.path}': GGUF architecture '{architecture}' is not supported; "
             f"supported are {', '.join(_MODEL_TYPES)}"
         )
 
     def get(name: str, default: Any = None) -> Any:
-        return file.metadata.get(f"{model_type}.{name}", default)
+        return file.metadata.get(f"{architecture}.{name}", default)
+
+    model_type = _MODEL_TYPES[architecture]
+    if model_type == "llama" and get("expert_count"):
+        model_type = "mixtral"
 
     tokens = file.metadata.get("tokenizer.ggml.tokens", ())
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
+    has_bias = "blk.0.attn_q.bias" in file.tensors
     config = {
         "model_type": model_type,
         "vocab_size": get("vocab_size", len(tokens) or None),
@@ -39,17 +50,43 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": has_bias,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_ids(file),
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
         "rope_parameters": _rope(file, get),
     }
+    if get("expert_count"):
+        config |= {"qkv_bias": has_bias} | _experts(file, get)
     if (window := get("attention.sliding_window")) is not None:
         if model_type != "llama":
             raise ConfigError(f"'{file.path}': a sliding window of {model_type} is not supported")
         config |= {"model_type": "mistral", "sliding_window": window}
     return config
+
+
+def _experts(file: GgufFile, get: Any) -> dict[str, Any]:
+    """Some widths are stored as numbers, all can be seen on the tensors."""
+    layers = range(get("block_count"))
+    sparse = [n for n in layers if f"blk.{n}.ffn_gate_inp.weight" in file.tensors]
+    if not sparse:
+        raise ConfigError(f"'{file.path}' has {get('expert_count')} experts, but no router")
+
+    def width(part: str) -> int | None:
+        tensor = file.tensors.get(f"blk.{sparse[0]}.ffn_down_{part}.weight")
+        return tensor.shape[-1] if tensor is not None else None
+
+    is_qwen3 = file.metadata["general.architecture"] == "qwen3moe"
+    inner_size = get("expert_feed_forward_length", width("exps"))
+    return {
+        "intermediate_size": get("feed_forward_length", inner_size),
+        "num_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "moe_intermediate_size": inner_size,
+        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length", width("shexp")),
+        "norm_topk_prob": get("expert_weights_norm", is_qwen3),
+        "mlp_only_layers": [n for n in layers if n not in sparse],
+    }
 
 
 def _end_ids(file: GgufFile) -> list[int]:

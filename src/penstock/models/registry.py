@@ -10,15 +10,21 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.kernels.attention.backend import AttentionBackend
+    from penstock.layers.build import ExpertsBuild
     from penstock.layers.decoder import Decoder
     from penstock.parallel.mesh import RankMesh
     from penstock.quant.choose import Schemes
 
 _MODELS = {
+    "DeepseekV2ForCausalLM": "penstock.models.deepseek_v3:DeepseekForCausalLM",
+    "DeepseekV3ForCausalLM": "penstock.models.deepseek_v3:DeepseekForCausalLM",
     "LlamaForCausalLM": "penstock.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "penstock.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "penstock.models.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "penstock.models.qwen2:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "penstock.models.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "penstock.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "penstock.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 
@@ -34,14 +40,16 @@ def build_model(
     attention: "AttentionBackend",
     schemes: "Schemes | None" = None,
     cache_dtype: "torch.dtype | None" = None,
+    experts: "ExpertsBuild | None" = None,
 ) -> "Decoder":
     """This rank's share of the model, its parameters on `device` and not yet filled.
 
     Without `schemes` weights are kept as the checkpoint does; without `cache_dtype` the cache has
     the model's.
     """
-    from penstock.layers.build import Build
+    from penstock.layers.build import Build, ExpertsBuild
     from penstock.layers.linear import Linear
+    from penstock.layers.moe import Experts
     from penstock.quant.choose import choose_schemes
 
     schemes = schemes or choose_schemes(spec.quantization, None, dtype, device)
@@ -52,6 +60,7 @@ def build_model(
         cache_dtype=cache_dtype or dtype,
         tables=schemes.tables,
         attention=attention,
+        experts=experts or ExpertsBuild(),
     )
     module, _, name = _MODELS[spec.architecture].partition(":")
     model = cast("Decoder", getattr(importlib.import_module(module), name)(spec, build).eval())
@@ -60,4 +69,8 @@ def build_model(
             parts = range(len(layer.shape.outputs))
             sources = [model.weight_rules.source(Target(name, part)) for part in parts]
             layer.use(schemes.linear(sources))
+        elif isinstance(layer, Experts):
+            parts = range(2 * layer.shape.num_slots)
+            sources = [model.weight_rules.source(Target(f"{name}.gate_up", p)) for p in parts]
+            layer.use(schemes.experts(sources))
     return model

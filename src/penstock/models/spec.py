@@ -16,10 +16,35 @@ from penstock.hub.gguf import GgufFile, is_gguf
 from penstock.models.gguf import config_of
 from penstock.models.registry import supported_architectures
 from penstock.quant.parse import parse_quantization
-from penstock.types.model_spec import ModelSpec, QuantSpec, RopeSpec
+from penstock.types.model_spec import LatentSpec, ModelSpec, MoeSpec, QuantSpec, RopeSpec
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Experts:
+    """The same, of fields about experts."""
+
+    num_experts: int
+    num_active: int
+    inner_size: int | None = None  # None: the width of the model's MLPs
+    shared_size: int = 0
+    renormalize: bool | None = None  # None: as `norm_topk_prob` says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deepseek:
+    """The same, of fields that DeepSeek's models have."""
+
+    num_dense_layers: int
+    num_draft_layers: int
+    score: str
+    scale: float
+    num_shared: int
+    num_experts: int
+    num_active: int | None
+    inner_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +57,54 @@ class _Family:
     head_size: int | None = None  # None: hidden size / heads
     bos: int | None = None
     eos: int | None = None
-    qkv_bias: bool | None = None  # None: as `attention_bias` says
+    qkv_bias: bool | None = None  # where `qkv_bias` does not; None: as `attention_bias` says
     out_bias: bool | None = None
     mlp_bias: bool | None = False
     qk_norm: bool = False
-    windows: str = "by layer"  # "none", "all layers", "by layer"
+    windows: str = "by layer"  # "none", "all layers", "all layers if used", "by layer"
+    window: int | None = 4096  # of all layers, where the file does not even say null
+    windows_alternate: bool = False  # every second one below max_window_layers, not those above
+    experts: _Experts | None = None  # None: the model has none
+    deepseek: _Deepseek | None = None  # it has latent attention, and experts of its own kind
 
 
 _FAMILIES = {
+    "deepseek_v2": _Family(
+        architecture="DeepseekV2ForCausalLM",
+        max_position=2048,
+        num_kv_heads=None,
+        bos=1,
+        eos=2,
+        windows="none",
+        deepseek=_Deepseek(
+            num_dense_layers=0,
+            num_draft_layers=0,
+            score="softmax",
+            scale=1.0,
+            num_shared=2,
+            num_experts=64,
+            num_active=None,
+            inner_size=1407,
+        ),
+    ),
+    "deepseek_v3": _Family(
+        architecture="DeepseekV3ForCausalLM",
+        max_position=4096,
+        num_kv_heads=None,
+        bos=0,
+        eos=1,
+        windows="none",
+        deepseek=_Deepseek(
+            num_dense_layers=3,
+            num_draft_layers=1,
+            score="sigmoid",
+            scale=2.5,
+            num_shared=1,
+            num_experts=256,
+            num_active=8,
+            inner_size=2048,
+        ),
+    ),
     "llama": _Family(
         architecture="LlamaForCausalLM",
         max_position=2048,
@@ -59,8 +124,35 @@ _FAMILIES = {
         out_bias=False,
         windows="all layers",
     ),
+    "mixtral": _Family(
+        architecture="MixtralForCausalLM",
+        max_position=131072,
+        num_kv_heads=8,
+        bos=1,
+        eos=2,
+        qkv_bias=False,
+        out_bias=False,
+        windows="all layers",
+        window=None,
+        experts=_Experts(num_experts=8, num_active=2, renormalize=True),
+    ),
     "qwen2": _Family(architecture="Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
+    "qwen2_moe": _Family(
+        architecture="Qwen2MoeForCausalLM",
+        num_kv_heads=16,
+        qkv_bias=True,
+        out_bias=False,
+        windows_alternate=True,
+        experts=_Experts(num_experts=60, num_active=4, inner_size=1408, shared_size=5632),
+    ),
     "qwen3": _Family(architecture="Qwen3ForCausalLM", head_size=128, qk_norm=True),
+    "qwen3_moe": _Family(
+        architecture="Qwen3MoeForCausalLM",
+        num_kv_heads=4,
+        qk_norm=True,
+        windows="all layers if used",
+        experts=_Experts(num_experts=128, num_active=8, inner_size=768),
+    ),
 }
 
 
@@ -78,11 +170,22 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
         config.refuse("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} heads")
     if (activation := config.get("hidden_act", "silu")) != "silu":
         config.refuse("hidden_act", f"'{activation}' is not supported, only 'silu'")
-    head_size = config.count("head_dim", family.head_size or hidden_size // num_heads)
+    latent, num_draft_layers = None, 0
+    if family.deepseek is not None:
+        latent = _latent(config)
+        num_draft_layers = config.count(
+            "num_nextn_predict_layers", family.deepseek.num_draft_layers, least=0
+        )
+    head_size = (
+        config.count("head_dim", family.head_size or hidden_size // num_heads)
+        if latent is None
+        else latent.rope_size
+    )
     max_position = config.count("max_position_embeddings", family.max_position)
     num_layers = config.count("num_hidden_layers")
     windows = _windows(config, family, num_layers)
     attention_bias = bool(config.get("attention_bias", False))
+    qkv_bias = config.get("qkv_bias", family.qkv_bias)
     rope, max_position = _rope(config, max_position, original_max_position or max_position)
 
     return ModelSpec(
@@ -100,12 +203,14 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
         hidden_act=activation,
         rope=rope,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        attention_bias=attention_bias if qkv_bias is None else bool(qkv_bias),
         attention_out_bias=attention_bias if family.out_bias is None else family.out_bias,
         mlp_bias=bool(
             config.get("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
         ),
         qk_norm=family.qk_norm,
+        latent=latent,
+        num_draft_layers=num_draft_layers,
         window=next((window for window in windows if window is not None), None),
         layer_windows=windows,
         dtype=_dtype(config),
@@ -113,6 +218,7 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
         eos_token_ids=_eos_ids(generation, config, family),
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id")),
         quantization=_quantization(folder, config),
+        moe=_moe(config, family, num_layers),
     )
 
 
@@ -133,12 +239,13 @@ class _Fields:
         value = self.fields.get(name)
         return default if value is None else value
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(name, default)
         if value is None:
             self.refuse(name, "is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(name, f"is {value!r}, it must be a positive whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            kind = "positive whole number" if least == 1 else f"whole number from {least} on"
+            self.refuse(name, f"is {value!r}, it must be a {kind}")
         return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -185,21 +292,68 @@ def _family(config: _Fields) -> _Family:
     )
 
 
+def _latent(config: _Fields) -> LatentSpec:
+    q_rank = None
+    if config.fields.get("q_lora_rank", 1536) is not None:  # absent and null differ
+        q_rank = config.count("q_lora_rank", 1536)
+    elif config.get("attention_bias", False):
+        config.refuse("attention_bias", "is not supported for queries without a latent")
+    return LatentSpec(
+        kv_rank=config.count("kv_lora_rank", 512),
+        q_rank=q_rank,
+        nope_size=config.count("qk_nope_head_dim", 128),
+        rope_size=config.count("qk_rope_head_dim", 64),
+        value_size=config.count("v_head_dim", 128),
+        is_interleaved=bool(config.get("rope_interleave", True)),
+    )
+
+
+def _deepseek_moe(config: _Fields, defaults: _Deepseek, num_layers: int) -> MoeSpec:
+    num_dense = config.count("first_k_dense_replace", defaults.num_dense_layers, least=0)
+    if (every := config.count("moe_layer_freq", 1)) != 1:
+        config.refuse("moe_layer_freq", f"is {every}, only 1 is supported")
+    if (score := config.get("scoring_func", defaults.score)) != defaults.score:
+        config.refuse("scoring_func", f"is '{score}', only '{defaults.score}' is supported")
+    has_groups = score == "sigmoid"
+    method = "noaux_tc" if has_groups else "greedy"
+    if (asked := config.get("topk_method", method)) != method:
+        config.refuse("topk_method", f"is '{asked}', only '{method}' is supported")
+    inner_size = config.count("moe_intermediate_size", defaults.inner_size)
+    return MoeSpec(
+        layers=tuple(layer >= num_dense for layer in range(num_layers)),
+        num_experts=config.count("n_routed_experts", defaults.num_experts),
+        num_active=config.count("num_experts_per_tok", defaults.num_active),
+        inner_size=inner_size,
+        renormalize=has_groups and bool(config.get("norm_topk_prob", True)),
+        score=score,
+        scale=config.number("routed_scaling_factor", defaults.scale),
+        num_groups=config.count("n_group", 8) if has_groups else 1,
+        num_active_groups=config.count("topk_group", 4) if has_groups else 1,
+        shared_size=inner_size * config.count("n_shared_experts", defaults.num_shared, least=0),
+    )
+
+
 def _windows(config: _Fields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
     """The attention window of each layer."""
     if family.windows == "none":
         return (None,) * num_layers
     if family.windows == "all layers":
         # Absent and null differ here: null is what later versions of these models write for "none".
-        default = None if config.has("sliding_window") else 4096
+        default = None if config.has("sliding_window") else family.window
         window = config.get("sliding_window", default)
         return (None if window is None else config.count("sliding_window", default),) * num_layers
     if not config.get("use_sliding_window", False):
         return (None,) * num_layers
     window = config.count("sliding_window", 4096)
+    if family.windows == "all layers if used":
+        return (window,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", 28)
+        if family.windows_alternate:
+            return tuple(
+                window if layer < first and layer % 2 == 0 else None for layer in range(num_layers)
+            )
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if len(kinds) != num_layers or not {"sliding_attention", "full_attention"}.issuperset(kinds):
         config.refuse(
@@ -207,6 +361,36 @@ def _windows(config: _Fields, family: _Family, num_layers: int) -> tuple[int | N
             f"is {kinds}, it must say sliding_attention or full_attention for {num_layers} layers",
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _moe(config: _Fields, family: _Family, num_layers: int) -> MoeSpec | None:
+    if family.deepseek is not None:
+        return _deepseek_moe(config, family.deepseek, num_layers)
+    if (defaults := family.experts) is None:
+        return None
+    num_experts = config.count("num_experts", config.get("num_local_experts", defaults.num_experts))
+    num_active = config.count("num_experts_per_tok", defaults.num_active)
+    if num_active > num_experts:
+        config.refuse("num_experts_per_tok", f"is {num_active}, of {num_experts} experts")
+    step = config.count("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers", [])
+    shared_size = defaults.shared_size
+    if shared_size:
+        shared_size = config.count("shared_expert_intermediate_size", shared_size)
+    inner_size = config.count("intermediate_size")
+    if defaults.inner_size is not None:
+        inner_size = config.count("moe_intermediate_size", defaults.inner_size)
+    renormalize = defaults.renormalize
+    if renormalize is None:
+        renormalize = config.get("norm_topk_prob", False)
+    return MoeSpec(
+        layers=tuple(n not in dense and (n + 1) % step == 0 for n in range(num_layers)),
+        num_experts=num_experts,
+        num_active=num_active,
+        inner_size=inner_size,
+        renormalize=bool(renormalize),
+        shared_size=shared_size,
+    )
 
 
 def _rope(config: _Fields, max_position: int, original: int) -> tuple[RopeSpec, int]:

@@ -6,42 +6,59 @@ from pathlib import Path
 
 import torch
 
+from penstock.errors import ConfigError
 from penstock.hub.gguf import is_gguf
 from penstock.kernels.native import library
 from penstock.quant.fp8 import Fp8Scheme
-from penstock.quant.none import Unquantized
-from penstock.quant.packed import PackedCodes
+from penstock.quant.none import Unquantized, UnquantizedExperts
+from penstock.quant.packed import PackedCodes, PackedExperts
 from penstock.quant.parse import is_excluded
-from penstock.quant.scheme import LinearScheme, TableScheme
+from penstock.quant.scheme import ExpertsScheme, LinearScheme, TableScheme
 from penstock.types.model_spec import Fp8Spec, QuantSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Schemes:
-    """`linear` is asked with the names that the checkpoint has for the parts of a layer."""
+    """The last two are asked with the names that the checkpoint has for the parts of a layer."""
 
     tables: TableScheme  # of embedding and head
     linear: Callable[[Sequence[str]], LinearScheme]
+    experts: Callable[[Sequence[str]], ExpertsScheme]
 
 
 def choose_schemes(
-    quantization: QuantSpec | None, path: Path | None, dtype: torch.dtype, device: torch.device
+    quantization: QuantSpec | None,
+    path: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts_by_reference: bool = False,
 ) -> Schemes:
     """`path` is where the weights are read from, if they are.
 
     Codes of a GGUF file stay packed where there is a kernel that multiplies them; elsewhere they
-    are unpacked while loading.
+    are unpacked while loading, as are those of experts that the reference shall compute.
     """
-    plain = Unquantized()
+    plain, plain_experts = Unquantized(), UnquantizedExperts()
     is_exact = device.type == "cpu" and dtype is torch.float32
     if path is not None and is_exact and is_gguf(path) and library() is not None:
         packed = PackedCodes()
-        return Schemes(tables=packed, linear=lambda names: packed)
+        of_experts = plain_experts if experts_by_reference else PackedExperts()
+        return Schemes(tables=packed, linear=lambda names: packed, experts=lambda names: of_experts)
     if quantization is None or quantization.format is None:
-        return Schemes(tables=plain, linear=lambda names: plain)
+        return Schemes(
+            tables=plain, linear=lambda names: plain, experts=lambda names: plain_experts
+        )
     scheme = _scheme(quantization.format)
+
+    def experts(names: Sequence[str]) -> ExpertsScheme:
+        if not is_excluded(quantization, names):
+            raise ConfigError(f"experts of 8-bit floats are not supported yet ({names[0]}, ...)")
+        return plain_experts
+
     return Schemes(
-        tables=plain, linear=lambda names: plain if is_excluded(quantization, names) else scheme
+        tables=plain,
+        linear=lambda names: plain if is_excluded(quantization, names) else scheme,
+        experts=experts,
     )
 
 

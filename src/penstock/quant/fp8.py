@@ -21,7 +21,7 @@ from penstock.kernels.formats import (
     InputFormat,
     Plain,
 )
-from penstock.kernels.fp8 import BLOCK, fp8_linear
+from penstock.kernels.fp8 import BLOCK, fp8_linear, weight_values
 from penstock.kernels.gemm import gated_linear
 from penstock.parallel.parameter import PlacedParameter, new_parameter
 from penstock.parallel.shard import Piece, Share, Span
@@ -97,6 +97,9 @@ class Fp8Scheme:
             out_scale_1,
         )  # fmt: skip
         return y_TF if out_scale_1 is None else Fp8(y_TF, out_scale_1)
+
+    def values(self, layer: Any) -> Tensor:
+        return weight_values(layer.weight, layer.weight_scale).to(layer.dtype)
 
     def _weight_scale(self, shape: LinearShape, device: torch.device) -> PlacedParameter:
         dummy = 1 / (_DUMMY_SPREAD * math.sqrt(shape.num_inputs))

@@ -8,8 +8,16 @@ from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat, Plain
 from penstock.kernels.gemm import gated_linear, linear, packed
+from penstock.kernels.moe import experts, touched_experts
 from penstock.parallel.parameter import new_parameter
-from penstock.quant.scheme import LinearShape, create_bias, gates_with_product, matrix_pieces
+from penstock.quant.scheme import (
+    ExpertsShape,
+    LinearShape,
+    create_bias,
+    create_expert_biases,
+    gates_with_product,
+    matrix_pieces,
+)
 
 
 class Unquantized:
@@ -43,8 +51,47 @@ class Unquantized:
             return None
         return gated_linear(x_TI, None, layer.weight, None, layer.bias, x_TI.dtype, None)
 
+    def values(self, layer: Any) -> Tensor:
+        return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
+
     def finish_table(self, layer: Any) -> None:
         """Packed rows could not be looked up; a head with the same table packs a copy."""
 
     def lookup(self, layer: Any, ids_T: Tensor) -> Tensor:
         return F.embedding(ids_T, layer.weight)
+
+
+class UnquantizedExperts:
+    """Stacked, except on a CPU, where each matrix is packed for itself."""
+
+    def create(
+        self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        num_slots, size, features = shape.num_slots, shape.hidden_size, shape.features.size
+        layer.gate_up.weight = new_parameter(
+            (num_slots, 2 * features, size), dtype, device, shape.gate_up_pieces()
+        )
+        layer.down.weight = new_parameter(
+            (num_slots, size, features), dtype, device, shape.down_pieces()
+        )
+        create_expert_biases(layer, shape, dtype, device)
+
+    def finish(self, layer: Any) -> None:
+        for part in (layer.gate_up, layer.down):
+            weight = part.weight.detach()
+            del part.weight
+            is_packed = weight.device.type == "cpu" and not layer.by_reference
+            part.weight = [packed(matrix) for matrix in weight] if is_packed else weight
+
+    def apply(
+        self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
+    ) -> Tensor:
+        gate_up, down = layer.gate_up, layer.down
+        down_bias = down.bias if add_bias else None
+        arguments = (
+            x_TD, slots_TK, weights_TK, gate_up.weight, down.weight, gate_up.bias, down_bias,
+            layer.gate,
+        )  # fmt: skip
+        if isinstance(gate_up.weight, list):
+            return touched_experts(*arguments)
+        return experts.reference(*arguments) if layer.by_reference else experts(*arguments)

@@ -4,6 +4,7 @@ A layer that has parts without codes, or whose share of the inputs cuts through 
 to fp32 and treated as an unquantised one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,16 @@ from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.gemm import PackedWeight, linear, pack, packed, packed_linear, packed_rows
-from penstock.parallel.parameter import UnreadParameter, unread_parameter
-from penstock.quant.scheme import LinearShape, create_bias, matrix_pieces
+from penstock.kernels.moe import touched_experts
+from penstock.parallel.parameter import Source, UnreadParameter, unread_parameter
+from penstock.parallel.shard import Piece
+from penstock.quant.scheme import (
+    ExpertsShape,
+    LinearShape,
+    create_bias,
+    create_expert_biases,
+    matrix_pieces,
+)
 
 
 class PackedCodes:
@@ -41,6 +50,11 @@ class PackedCodes:
     def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
         return None
 
+    def values(self, layer: Any) -> Tensor:
+        if type(layer.weight) is PackedWeight:
+            return packed_rows(torch.arange(layer.shape.num_outputs), layer.weight)
+        return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
+
     def finish_table(self, layer: Any) -> None:
         weight = _read(layer.weight)
         del layer.weight
@@ -52,26 +66,68 @@ class PackedCodes:
         return F.embedding(ids_T, layer.weight)
 
 
+class PackedExperts:
+    """Every matrix of every expert for itself."""
+
+    def create(
+        self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert dtype is torch.float32 and device.type == "cpu", (dtype, device)
+        size, features = shape.hidden_size, shape.features.size
+        layer.gate_up.weight = unread_parameter((2 * features, size), shape.gate_up_pieces())
+        layer.down.weight = unread_parameter((size, features), shape.down_pieces())
+        create_expert_biases(layer, shape, dtype, device)
+
+    def finish(self, layer: Any) -> None:
+        for part, per_slot in ((layer.gate_up, 2), (layer.down, 1)):
+            parameter = part.weight
+            parts = [
+                (Piece(piece.shares[1:]), parameter.sources[number])  # without the slot
+                for number, piece in enumerate(parameter.pieces)
+            ]
+            weights = [
+                _matrix(parameter.full_shape, parts[first : first + per_slot])
+                for first in range(0, len(parts), per_slot)
+            ]
+            del part.weight
+            part.weight = [w if isinstance(w, PackedWeight) else packed(w) for w in weights]
+
+    def apply(
+        self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
+    ) -> Tensor:
+        gate_up, down = layer.gate_up, layer.down
+        return touched_experts(
+            x_TD, slots_TK, weights_TK, gate_up.weight, down.weight, gate_up.bias,
+            down.bias if add_bias else None, layer.gate,
+        )  # fmt: skip
+
+
 def _read(parameter: UnreadParameter) -> PackedWeight | Tensor:
-    """Packed, or plain where that is not possible; once for all who share the parameter."""
+    """Once for all who share the parameter."""
     if parameter.matrix is None:
-        parameter.matrix = _packed(parameter) or _plain(parameter)
+        parts = [(p, parameter.sources[number]) for number, p in enumerate(parameter.pieces)]
+        parameter.matrix = _matrix(parameter.full_shape, parts)
     return parameter.matrix
 
 
-def _packed(parameter: UnreadParameter) -> PackedWeight | None:
-    parts = []
-    for part, piece in enumerate(parameter.pieces):
-        codes = None if piece.is_empty else parameter.sources[part].read_codes(piece.source)
+def _matrix(shape: tuple[int, int], parts: Sequence[tuple[Piece, Source]]) -> PackedWeight | Tensor:
+    """Packed, or plain where that is not possible."""
+    return _packed(shape, parts) or _plain(shape, parts)
+
+
+def _packed(shape: tuple[int, int], parts: Sequence[tuple[Piece, Source]]) -> PackedWeight | None:
+    found = []
+    for piece, source in parts:
+        codes = None if piece.is_empty else source.read_codes(piece.source)
         if codes is None:
             return None
-        parts.append(codes)
-    return pack(parts, parameter.full_shape[0])
+        found.append(codes)
+    return pack(found, shape[0])
 
 
-def _plain(parameter: UnreadParameter) -> Tensor:
-    matrix = torch.zeros(parameter.full_shape)
-    for part, piece in enumerate(parameter.pieces):
+def _plain(shape: tuple[int, int], parts: Sequence[tuple[Piece, Source]]) -> Tensor:
+    matrix = torch.zeros(shape)
+    for piece, source in parts:
         if not piece.is_empty:
-            matrix[piece.target] = parameter.sources[part].read(piece.source)
+            matrix[piece.target] = source.read(piece.source)
     return matrix

@@ -1,7 +1,9 @@
-"""`LinearScheme`: how the numbers of one linear layer are kept and multiplied.
+"""`LinearScheme`: how the numbers of one linear layer are kept and multiplied; `ExpertsScheme`: of
+all experts of a layer.
 
-A layer says which part of the checkpoint's matrix it holds (`LinearShape`); the scheme makes the
-parameters and applies them. Shards, collectives and who adds the bias are the layer's business.
+A layer says which part of the checkpoint's matrices it holds (`LinearShape`, `ExpertsShape`); the
+scheme makes the parameters and applies them. Shards, collectives and who adds the bias are the
+layer's business.
 """
 
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from penstock.kernels.formats import Activation, InputFormat
 from penstock.kernels.gemm.few import MAX_TOKENS
 from penstock.parallel.parameter import new_parameter
-from penstock.parallel.shard import Piece, Share
+from penstock.parallel.shard import Piece, Share, Span, stack_shares, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,10 @@ class LinearScheme(Protocol):
         """silu(gate) * up of the product. None: no shorter way than one after the other."""
         ...
 
+    def values(self, layer: Any) -> Tensor:
+        """The matrix of a layer that `finish` saw, as plain numbers in the layer's dtype."""
+        ...
+
 
 class TableScheme(LinearScheme, Protocol):
     """Of matrices whose rows are also looked up: the embedding and a head that may share it."""
@@ -68,6 +74,68 @@ class TableScheme(LinearScheme, Protocol):
     def lookup(self, layer: Any, ids_T: Tensor) -> Tensor:
         """Rows of the matrix of a layer that `finish_table` saw."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """Matrices [2 * features, hidden] and [hidden, features] of this rank for each slot."""
+
+    num_slots: int
+    hidden_size: int
+    num_features: int  # of all ranks
+    features: Span  # of this one
+    has_bias: bool
+
+    def gate_up_pieces(self) -> tuple[Piece, ...]:
+        """Gate and up of the first slot, of the second, ..."""
+        shares = stack_shares([(self.num_features, self.features)] * 2)
+        hidden = whole(self.hidden_size)
+        return tuple(Piece((at, share, hidden)) for at in self._slots() for share in shares)
+
+    def down_pieces(self) -> tuple[Piece, ...]:
+        (features,) = stack_shares([(self.num_features, self.features)])
+        hidden = whole(self.hidden_size)
+        return tuple(Piece((at, hidden, features)) for at in self._slots())
+
+    def _slots(self) -> list[Share]:
+        one = Span(0, 1)
+        return [
+            Share(full_size=1, source=one, target=Span(slot, 1)) for slot in range(self.num_slots)
+        ]
+
+
+class ExpertsScheme(Protocol):
+    """Parameters go to `layer.gate_up` and `layer.down`, as those of a linear layer would."""
+
+    def create(
+        self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Give `layer` its parameters, not yet filled."""
+        ...
+
+    def finish(self, layer: Any) -> None:
+        """The parameters are filled: bring them into the form that `apply` multiplies with."""
+        ...
+
+    def apply(
+        self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
+    ) -> Tensor:
+        """The weighted sum of each token's experts; `add_bias` is about the last product's."""
+        ...
+
+
+def create_expert_biases(
+    layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
+) -> None:
+    """`layer.gate_up.bias` and `layer.down.bias`; None where there are none."""
+    if not shape.has_bias:
+        layer.gate_up.bias = layer.down.bias = None
+        return
+    num_slots, num_features = shape.num_slots, shape.features.size
+    pieces = tuple(Piece(piece.shares[:2]) for piece in shape.gate_up_pieces())
+    layer.gate_up.bias = new_parameter((num_slots, 2 * num_features), dtype, device, pieces)
+    pieces = tuple(Piece(piece.shares[:2]) for piece in shape.down_pieces())
+    layer.down.bias = new_parameter((num_slots, shape.hidden_size), dtype, device, pieces)
 
 
 def gates_with_product(layer: Any, num_tokens: int) -> bool:

@@ -34,7 +34,13 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_STACKED = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 _IGNORED = ("rope_freqs.weight",)  # read with the configuration
 
 
@@ -53,8 +59,25 @@ def stream_gguf(path: Path) -> Iterator[StoredTensor]:
                 "which is not known; convert the file with a newer program"
             ) from None
         packed = file.packed_rows(tensor, block_values, block_bytes)
+        if _STACKED.fullmatch(tensor.name):
+            yield from _experts(tensor, packed, kind)
+            continue
         rows = _Rows(packed, kind, tensor.shape, _row_order(file, tensor))
         yield StoredTensor(hf_name(tensor.name), tensor.shape, "F32", packed.nbytes, rows)
+
+
+def _experts(
+    tensor: GgufTensor, packed: NDArray[np.uint8], kind: gguf.GGMLQuantizationType
+) -> Iterator[StoredTensor]:
+    """The matrices, or the biases, of all experts lie behind each other; one tensor for each."""
+    found = _STACKED.fullmatch(tensor.name)
+    assert found is not None
+    layer, part, suffix = found.groups()
+    num_experts, *rest = tensor.shape
+    for number, lines in enumerate(np.split(packed, num_experts)):
+        name = f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.{suffix}"
+        rows = _Rows(lines, kind, tuple(rest), None)
+        yield StoredTensor(name, tuple(rest), "F32", lines.nbytes, rows)
 
 
 def hf_name(name: str) -> str:

@@ -128,13 +128,15 @@ def _copy(tensor: StoredTensor, parameter: nn.Parameter, part: int) -> None:
             f"tensor '{tensor.name}' is stored as {tensor.dtype}, but {expected}; the checkpoint "
             "does not say how (or which of) its layers are quantised"
         )
+    num_extra = len(piece.shares) - len(tensor.shape)
     if isinstance(parameter, UnreadParameter):
         parameter.sources[part] = tensor
-    elif tensor.shape != piece.full_shape:  # a scale that is [] in one dialect and [1] in another
+    elif tensor.shape == piece.full_shape[max(num_extra, 0) :]:  # the rest: its place in a stack
+        if not piece.is_empty:
+            parameter[piece.target].copy_(tensor.read(piece.source[num_extra:]))
+    else:  # a scale that is [] in one dialect and [1] in another
         whole = tensor.read(tuple(slice(None) for _ in tensor.shape))
         parameter[piece.target].copy_(whole.reshape(piece.full_shape)[piece.source])
-    elif not piece.is_empty:
-        parameter[piece.target].copy_(tensor.read(piece.source))
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

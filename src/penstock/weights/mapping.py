@@ -1,5 +1,6 @@
 """Checkpoint names -> parameter names, as tables of rules. Knows names only, no tensors."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -24,8 +25,20 @@ class Fuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    under: str
+    into: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Skip:
     suffix: str
+
+
+@dataclass(frozen=True, slots=True)
+class SkipModule:
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +46,7 @@ class Spare:
     suffix: str
 
 
-Rule = Rename | Fuse | Skip | Spare
+Rule = Rename | Fuse | Stack | Skip | SkipModule | Spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +63,8 @@ class Rules:
             match rule:
                 case Skip(suffix) if _has(name, suffix, at_end=True):
                     return None
+                case SkipModule(module) if name.startswith(f"{module}."):
+                    return None
                 case Rename(old, new) if _has(name, old):
                     name = _replace(name, old, new)
                 case Fuse(into, parts):
@@ -57,6 +72,10 @@ class Rules:
                         if _has(name, source):
                             name, part = _replace(name, source, into), index
                             break
+                case Stack(under, into, parts) if found := _member(name, under, parts):
+                    number, source = int(found[1]), found[2]
+                    name = _replace(name, f"{under}.{number}.{source}", f"{under}.{into}")
+                    part = number * len(parts) + parts.index(source)
         return Target(name, part)
 
     def is_spare(self, name: str) -> bool:
@@ -74,6 +93,10 @@ class Rules:
                     name = _replace(name, new, old)
                 case Fuse(into, parts) if _has(name, into):
                     name = _replace(name, into, parts[target.part])
+                case Stack(under, into, parts) if _has(name, f"{under}.{into}"):
+                    number, index = divmod(target.part, len(parts))
+                    member = f"{under}.{number}.{parts[index]}"
+                    name = _replace(name, f"{under}.{into}", member)
         return name
 
 
@@ -92,9 +115,20 @@ def fuse(into: str, parts: tuple[str, ...]) -> Fuse:
     return Fuse(into, parts)
 
 
+def stack(under: str, into: str, parts: tuple[str, ...]) -> Stack:
+    """`under.N.part`, for all numbers N and each of `parts`, lie one after the other in
+    `under.into`: those of number 0 first."""
+    return Stack(under, into, parts)
+
+
 def skip(suffix: str) -> Skip:
     """Tensors whose name ends in `suffix` are left in the file."""
     return Skip(suffix)
+
+
+def skip_module(name: str) -> SkipModule:
+    """The tensors of the module called `name` are left in the file. To be said before renaming."""
+    return SkipModule(name)
 
 
 def spare(suffix: str) -> Spare:
@@ -104,6 +138,12 @@ def spare(suffix: str) -> Spare:
 
 def _has(name: str, words: str, at_end: bool = False) -> bool:
     return f".{words}." in f".{name}." if not at_end else f".{name}".endswith(f".{words}")
+
+
+def _member(name: str, under: str, parts: tuple[str, ...]) -> re.Match[str] | None:
+    """`under.N.part` somewhere in the name: its number and its part."""
+    either = "|".join(map(re.escape, parts))
+    return re.search(rf"(?:^|\.){re.escape(under)}\.(\d+)\.({either})(?=\.|$)", name)
 
 
 def _replace(name: str, words: str, by: str) -> str:
@@ -123,4 +163,14 @@ DECODER_NAMES = rules(
     rename("v_proj.v_scale", "v_scale"),
     spare("k_scale"),  # of a cache of 8-bit floats, which this run may not have
     spare("v_scale"),
+)
+
+# What most checkpoints call the parts of `layers.moe.MoE`.
+MOE_NAMES = rules(
+    stack("mlp.experts", "gate_up", ("gate_proj", "up_proj")),
+    stack("mlp.experts", "down", ("down_proj",)),
+    rename("mlp.gate", "mlp.router"),
+    rename("mlp.router.e_score_correction_bias", "mlp.router.correction_bias"),
+    rename("mlp.shared_expert_gate.weight", "mlp.shared_gate"),
+    rename("mlp.shared_expert", "mlp.shared"),
 )

@@ -1,0 +1,100 @@
+"""The meaning of choosing experts and of applying them, and a CPU version of the latter.
+
+Experts are chosen by number and computed by slot: the place in the stacked weights where an expert
+lies. Both are the same until experts are moved or repeated to balance their load.
+
+Legend: T tokens, E experts, S slots, K experts of a token, G groups of experts, D hidden size,
+F features of an expert; 2F is the gate's features, then the up projection's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.moe.gate import Gate, gated
+from penstock.kernels.moe.touched import touched_experts
+from penstock.kernels.op import cpu, op
+
+_TINY = 1e-20  # keeps a sum of scores from zero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a token's experts follow from its scores."""
+
+    num_active: int  # experts of a token
+    score: str = "softmax"  # over all experts, or "sigmoid" of each
+    renormalize: bool = False  # the weights of the chosen ones sum to one
+    scale: float = 1.0  # of the weights, after that
+    num_groups: int = 1  # experts are chosen from the best `num_active_groups` of these
+    num_active_groups: int = 1
+
+
+@op(gpu_module="penstock.kernels.moe.triton_route")
+def route(
+    logits_TE: Tensor,
+    routing: Routing,
+    correction_E: Tensor | None,
+    slot_of_E: Tensor,
+    load_S: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(slots_TK int32, weights_TK float32) of each token's experts, best first.
+
+    `correction_E` counts for the choice, not for the weights. A group is as good as its best two
+    experts. `load_S` (int64) is increased by the number of tokens that chose each slot.
+    """
+    scores_TE = logits_TE.float()
+    scores_TE = scores_TE.sigmoid() if routing.score == "sigmoid" else scores_TE.softmax(-1)
+    rank_TE = scores_TE if correction_E is None else scores_TE + correction_E
+    if routing.num_active_groups < routing.num_groups:
+        rank_TGE = rank_TE.unflatten(1, (routing.num_groups, -1))
+        best_TG = rank_TGE.topk(min(2, rank_TGE.shape[2])).values.sum(-1)
+        chosen_TG = best_TG.topk(routing.num_active_groups).indices
+        is_open_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, chosen_TG, True)
+        rank_TE = rank_TGE.masked_fill(~is_open_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    experts_TK = rank_TE.topk(routing.num_active).indices
+    weights_TK = scores_TE.gather(1, experts_TK)
+    if routing.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + _TINY)
+    slots_TK = slot_of_E[experts_TK]
+    slots_P = slots_TK.flatten().long()
+    load_S.scatter_add_(0, slots_P, torch.ones_like(slots_P))
+    return slots_TK, weights_TK * routing.scale
+
+
+@op(gpu_module="penstock.kernels.moe.triton_experts")
+def experts(
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_S2FD: Tensor,
+    down_SDF: Tensor,
+    gate_up_bias_S2F: Tensor | None,
+    down_bias_SD: Tensor | None,
+    gate: Gate,
+) -> Tensor:
+    """Sum over a token's experts of weight * down(gated(gate_up(x))), in fp32, back in x's dtype.
+
+    Here every token goes through every expert, most with weight zero.
+    """
+    y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+    for slot in range(gate_up_S2FD.shape[0]):
+        weight_T1 = (weights_TK * (slots_TK == slot)).sum(1, keepdim=True)
+        up_bias_2F, bias_D = _row(gate_up_bias_S2F, slot), _row(down_bias_SD, slot)
+        h_T2F = _linear32(x_TD, gate_up_S2FD[slot], up_bias_2F)
+        y_TD += weight_T1 * _linear32(gated.reference(h_T2F, gate), down_SDF[slot], bias_D)
+    return y_TD.to(x_TD.dtype)
+
+
+def _row(bias_SO: Tensor | None, slot: int) -> Tensor | None:
+    return None if bias_SO is None else bias_SO[slot]
+
+
+def _linear32(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    bias_O = None if bias_O is None else bias_O.float()
+    return F.linear(x_TI.float(), weight_OI.float(), bias_O)
+
+
+experts.impl("touched", needs=cpu())(touched_experts)

@@ -1,0 +1,58 @@
+"""Experts on a CPU: those that have tokens, one after the other, each with all of its tokens.
+
+Legend: T tokens, K experts of a token, P = T * K pairs of both, N tokens of one expert, D hidden
+size, F features of an expert, S slots.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.gemm import PackedWeight, linear, packed_linear
+from penstock.kernels.moe.gate import Gate, gated
+
+Matrices = Sequence[Tensor | PackedWeight] | Tensor  # one per slot, in whatever form each has
+
+
+def touched_experts(
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_S2FD: Matrices,
+    down_SDF: Matrices,
+    gate_up_bias_S2F: Tensor | None,
+    down_bias_SD: Tensor | None,
+    gate: Gate,
+) -> Tensor:
+    """As `experts`."""
+
+    def expert(slot: int, x_ND: Tensor) -> Tensor:
+        h_NF = gated(_linear(x_ND, gate_up_S2FD[slot], gate_up_bias_S2F, slot), gate)
+        return _linear(h_NF, down_SDF[slot], down_bias_SD, slot)
+
+    num_tokens, num_active = slots_TK.shape
+    y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+    if num_tokens == 1:
+        for slot, weight in zip(slots_TK[0].tolist(), weights_TK[0].tolist(), strict=True):
+            y_TD.add_(expert(slot, x_TD), alpha=weight)
+        return y_TD.to(x_TD.dtype)
+    slots_P, order_P = slots_TK.flatten().sort(stable=True)
+    tokens_P = order_P // num_active
+    weights_P1 = weights_TK.flatten()[order_P].unsqueeze(1)
+    slots, counts = torch.unique_consecutive(slots_P, return_counts=True)
+    sizes = counts.tolist()
+    for slot, tokens_N, weights_N1 in zip(
+        slots.tolist(), tokens_P.split(sizes), weights_P1.split(sizes), strict=True
+    ):
+        y_TD.index_add_(0, tokens_N, weights_N1 * expert(slot, x_TD[tokens_N]))
+    return y_TD.to(x_TD.dtype)
+
+
+def _linear(
+    x_NI: Tensor, weight: Tensor | PackedWeight, bias_SO: Tensor | None, slot: int
+) -> Tensor:
+    bias_O = None if bias_SO is None else bias_SO[slot]
+    if isinstance(weight, PackedWeight):
+        return packed_linear(x_NI, weight, bias_O)
+    return linear(x_NI, weight, bias_O)

@@ -1,0 +1,157 @@
+"""A feed-forward block of many experts: a router sends each token to a few, a shared one sees all.
+
+Every rank of the role "experts" holds a share of the features of every expert.
+"""
+
+# T tokens in the step, D hidden size, E experts, S slots, K experts of a token
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.formats import PLAIN, Activation, InputFormat
+from penstock.kernels.gemm import linear
+from penstock.kernels.moe import SILU, Gate, Routing, route
+from penstock.layers.build import Build
+from penstock.layers.handover import converted
+from penstock.layers.mlp import GatedMLP
+from penstock.parallel.collectives import all_reduce
+from penstock.parallel.parameter import new_parameter
+from penstock.parallel.shard import split
+from penstock.quant.scheme import ExpertsScheme, ExpertsShape
+
+
+class Router(nn.Module):
+    """Scores of all experts, in fp32: a small difference may choose another expert.
+
+    `correction`: the checkpoint has a number per expert that counts for the choice alone.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, *, bias: bool, correction: bool, build: Build
+    ) -> None:
+        super().__init__()
+        self.bias: Tensor | None = None
+        self.correction_bias: Tensor | None = None
+        self.weight = new_parameter((num_experts, hidden_size), torch.float32, build.device)
+        if bias:
+            self.bias = new_parameter((num_experts,), torch.float32, build.device)
+        if correction:
+            self.correction_bias = new_parameter((num_experts,), torch.float32, build.device)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return linear(x_TD.float(), self.weight, self.bias)
+
+
+class Experts(nn.Module):
+    """Expert e lies in slot `slot_of_E[e]`.
+
+    `load_S` counts the tokens that came to each slot, also those that only fill up a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner_size: int,
+        *,
+        bias: bool,
+        gate: Gate,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.ranks = build.mesh.role("experts")
+        self.shape = ExpertsShape(
+            num_slots=num_experts,
+            hidden_size=hidden_size,
+            num_features=inner_size,
+            features=split("an expert's width", inner_size, self.ranks.size, self.ranks.rank),
+            has_bias=bias,
+        )
+        self.dtype, self.device = build.dtype, build.device
+        self.gate = gate
+        self.by_reference, self.max_tokens = build.experts.by_reference, build.experts.max_tokens
+        self.scheme: ExpertsScheme
+        self.gate_up, self.down = nn.Module(), nn.Module()  # hold the scheme's parameters
+        slots_E = torch.arange(num_experts, dtype=torch.int32, device=build.device)
+        load_S = torch.zeros(num_experts, dtype=torch.int64, device=build.device)
+        self.register_buffer("slot_of_E", slots_E, persistent=False)
+        self.register_buffer("load_S", load_S, persistent=False)
+        self.slot_of_E: Tensor
+        self.load_S: Tensor
+
+    def use(self, scheme: ExpertsScheme) -> None:
+        """How the numbers are kept; said once the layer's place in the model is known."""
+        self.scheme = scheme
+        scheme.create(self, self.shape, self.dtype, self.device)
+
+    def finish(self) -> None:
+        """After loading: the parameters are now the scheme's own and no checkpoint fits them."""
+        self.scheme.finish(self)
+
+    def forward(self, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        size = self.max_tokens or max(x_TD.shape[0], 1)
+        # The bias enters the sum once.
+        parts = [
+            self.scheme.apply(self, *tensors, add_bias=self.ranks.rank == 0)
+            for tensors in zip(
+                x_TD.split(size), slots_TK.split(size), weights_TK.split(size), strict=True
+            )
+        ]
+        return all_reduce(parts[0] if len(parts) == 1 else torch.cat(parts), self.ranks)
+
+
+class MoE(nn.Module):
+    """`shared_size`: features of an expert that every token goes through; 0: there is none.
+    `shared_gate`: its output is multiplied by a sigmoid of the input."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        inner_size: int,
+        *,
+        routing: Routing,
+        build: Build,
+        gate: Gate = SILU,
+        bias: bool = False,
+        router_bias: bool = False,
+        correction: bool = False,
+        shared_size: int = 0,
+        shared_gate: bool = False,
+    ) -> None:
+        super().__init__()
+        self.routing = routing
+        self.router = Router(
+            hidden_size, num_experts, bias=router_bias, correction=correction, build=build
+        )
+        self.experts = Experts(
+            num_experts, hidden_size, inner_size, bias=bias, gate=gate, build=build
+        )
+        self.shared = (
+            GatedMLP(hidden_size, shared_size, bias=False, build=build) if shared_size else None
+        )
+        self.shared_gate: Tensor | None = None
+        if shared_gate:
+            self.shared_gate = new_parameter((1, hidden_size), build.dtype, build.device)
+
+    def input_format(self, num_tokens: int) -> InputFormat:
+        return PLAIN  # the router reads it, and the experts
+
+    def forward(self, x_TD: Activation, batch: ForwardBatch) -> Tensor:
+        assert isinstance(x_TD, Tensor)
+        slots_TK, weights_TK = route(
+            self.router(x_TD),
+            self.routing,
+            self.router.correction_bias,
+            self.experts.slot_of_E,
+            self.experts.load_S,
+        )
+        y_TD = self.experts(x_TD, slots_TK, weights_TK)
+        if self.shared is not None:
+            wanted = self.shared.input_format(batch.num_tokens)
+            shared_TD = self.shared(converted(x_TD, wanted), batch)
+            if self.shared_gate is not None:
+                shared_TD = shared_TD * torch.sigmoid(linear(x_TD, self.shared_gate))
+            y_TD = y_TD + shared_TD
+        return y_TD
