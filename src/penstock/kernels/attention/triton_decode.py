@@ -3,7 +3,7 @@
 All query heads of a kv head share one tile, so each key and value is read once. Nothing on the host
 depends on device values, so a captured launch stays right as sequences grow.
 
-How keys are split depends on the sequence's own length alone (`_span`), never on its neighbours: up
+How keys are split depends on the sequence's own length alone (`span`), never on its neighbours: up
 to SPLITS equal spans, none under MIN_SPAN keys. How many programs share those spans depends on the
 number of sequences, which changes nothing in the arithmetic. The one exception is the full batch:
 when one program per (sequence, kv head) already fills the device it walks all keys in one span and
@@ -16,6 +16,7 @@ separate ways, as fp16, which holds all 8-bit floats exactly.
 Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-_LOG2_E = 1.4426950408889634
-_NO_WINDOW = 1 << 30
+LOG2_E = 1.4426950408889634
+NO_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +44,24 @@ class DecodeConfig:
     num_stages: int = 3  # H200, 32 sequences of 1k to 8k keys: 5 to 8 % faster than 5
 
 
-def decode_config(num_kv_heads: int, head_size: int) -> DecodeConfig:
+@functools.cache
+def decode_config(
+    num_heads: int, num_kv_heads: int, head_size: int, cache_bytes: int
+) -> DecodeConfig:
     """From the shapes of the heads alone. Few kv heads need more splits to fill the device."""
     max_splits = max(16, min(64, triton.next_power_of_2(triton.cdiv(256, num_kv_heads))))
-    if head_size > 128:
-        return DecodeConfig(tile=32, max_splits=max_splits)
-    return DecodeConfig(max_splits=max_splits)
+    return tuned.best(
+        "decode",
+        DecodeConfig(tile=32 if head_size > 128 else 64, max_splits=max_splits),
+        heads=num_heads,
+        kv_heads=num_kv_heads,
+        head_size=head_size,
+        cache_bits=8 * cache_bytes,
+    )
 
 
 @triton.jit
-def _span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
+def span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
     """Keys per split, a multiple of TILE."""
     return tl.maximum(MIN_SPAN, tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE)
 
@@ -228,12 +238,12 @@ def _decode(
         out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (entry * (K * G) + heads) * D + cols, out, mask=inside)
     else:
-        span = _span(kv_len - first, SPLITS, MIN_SPAN, TILE)
-        num_splits = tl.cdiv(kv_len - first, span)
+        keys_each = span(kv_len - first, SPLITS, MIN_SPAN, TILE)
+        num_splits = tl.cdiv(kv_len - first, keys_each)
         for split in range(tl.program_id(0), num_splits, tl.num_programs(0)):
-            start = first + split * span
+            start = first + split * keys_each
             m, total, acc = _attend(
-                q, k_ptr, v_ptr, table_ptr, start, tl.minimum(start + span, kv_len), seen_from,
+                q, k_ptr, v_ptr, table_ptr, start, tl.minimum(start + keys_each, kv_len), seen_from,
                 scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, ON_GPU,
             )  # fmt: skip
             at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
@@ -244,22 +254,25 @@ def _decode(
 
 
 @triton.jit
-def _reduce(
+def reduce_splits(
     partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, window,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[n, h] = sum over splits of partial * 2^lse / sum over splits of 2^lse; program (h, n)."""
+    """out[n, h] = sum over splits of partial * 2^lse / sum over splits of 2^lse.
+
+    Program (h, n, i) has the i-th BLOCK_D channels.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     head = tl.program_id(0)
     entry = tl.program_id(1).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + entry)
     num_keys = kv_len - tl.maximum(0, kv_len - window) // TILE * TILE
-    num_splits = tl.cdiv(num_keys, _span(num_keys, SPLITS, MIN_SPAN, TILE))
+    num_splits = tl.cdiv(num_keys, span(num_keys, SPLITS, MIN_SPAN, TILE))
 
     splits = tl.arange(0, SPLITS)
-    cols = tl.arange(0, BLOCK_D)
+    cols = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     at = (entry * H + head) * SPLITS + splits
     lse = tl.load(lse_ptr + at, mask=splits < num_splits, other=-float("inf"))
     weight = tl.exp2(lse - tl.max(lse, axis=0))
@@ -292,7 +305,7 @@ def decode(
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
     assert q_NHD.stride()[1:] == (head_size, 1) and out_NHD.is_contiguous(), q_NHD.stride()
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
-    c = config or decode_config(num_kv_heads, head_size)
+    c = config or decode_config(num_heads, num_kv_heads, head_size, k_cache_BKSD.element_size())
     programs = min(
         c.max_splits,
         triton.cdiv(max_kv_len, c.min_span),
@@ -301,7 +314,7 @@ def decode(
     in_pairs = k_cache_BKSD.element_size() == 1 and q_NHD.element_size() == 2
     if in_pairs:
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
-    window = _NO_WINDOW if params.window is None else params.window
+    window = NO_WINDOW if params.window is None else params.window
     block_d = triton.next_power_of_2(head_size)
     partial, lse = out_NHD, out_NHD  # not touched by a single program
     if programs > 1:
@@ -310,7 +323,7 @@ def decode(
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
     _decode[(programs, num_kv_heads, num_entries)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, out_NHD, partial, lse, rows_N, kv_lens_N, block_table_RM,
-        params.scale * _LOG2_E, params.v_scale, window,
+        params.scale * LOG2_E, params.v_scale, window,
         q_NHD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=num_heads // num_kv_heads, D=head_size, S=block_size,
         BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_D=block_d,
@@ -319,7 +332,7 @@ def decode(
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
     if programs > 1:
-        _reduce[(num_heads, num_entries)](
+        reduce_splits[(num_heads, num_entries, 1)](
             partial, lse, out_NHD, kv_lens_N, window,
             H=num_heads, D=head_size, BLOCK_D=block_d, TILE=c.tile,
             MIN_SPAN=c.min_span, SPLITS=c.max_splits, num_warps=4, **launch_options(q_NHD),

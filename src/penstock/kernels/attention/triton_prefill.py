@@ -7,12 +7,14 @@ Legend: T tokens, N sequences, H query heads, K kv heads, G = H / K, D head size
 per block.
 """
 
+import functools
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -29,14 +31,26 @@ class PrefillConfig:
     num_stages: int = 5  # H200, head size 128: 1x8192 1.53 ms, 1.73 with 3; 8x1024 0.28, 0.30
 
 
-def prefill_config(head_size: int, element_bytes: int) -> PrefillConfig:
-    if (
-        element_bytes > 2
-    ):  # no tensor cores in full precision: a larger tile would not fit registers
-        return PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2)
-    if head_size > 128:
-        return PrefillConfig(tile=32, num_stages=2)
-    return PrefillConfig()
+@functools.cache
+def prefill_config(
+    num_heads: int, num_kv_heads: int, head_size: int, element_bytes: int, cache_bytes: int
+) -> PrefillConfig:
+    if element_bytes > 2:
+        # No tensor cores in full precision: a larger tile would not fit registers.
+        usual = PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2)
+    elif head_size > 128:
+        usual = PrefillConfig(tile=32, num_stages=2)
+    else:
+        usual = PrefillConfig()
+    return tuned.best(
+        "prefill",
+        usual,
+        heads=num_heads,
+        kv_heads=num_kv_heads,
+        head_size=head_size,
+        bits=8 * element_bytes,
+        cache_bits=8 * cache_bytes,
+    )
 
 
 @triton.jit
@@ -161,7 +175,9 @@ def prefill(
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
     assert q_THD.stride()[1:] == (head_size, 1) and out_THD.is_contiguous(), q_THD.stride()
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
-    c = config or prefill_config(head_size, q_THD.element_size())
+    c = config or prefill_config(
+        num_heads, num_kv_heads, head_size, q_THD.element_size(), k_cache_BKSD.element_size()
+    )
     group = num_heads // num_kv_heads
     grid = (triton.cdiv(max_query_len * group, c.rows), num_kv_heads, len(rows_N) - first_entry)
     _prefill[grid](

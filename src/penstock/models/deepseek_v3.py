@@ -1,0 +1,82 @@
+"""DeepSeek V2, V3 and R1: latent attention; after the first layers, experts beside shared ones."""
+
+from penstock.kernels.moe import Routing
+from penstock.layers.build import Build
+from penstock.layers.decoder import Decoder, DecoderBlock
+from penstock.layers.mla import LatentAttention
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.moe import MoE
+from penstock.layers.rope import Rope, score_factor
+from penstock.types.model_spec import ModelSpec
+from penstock.weights.mapping import (
+    DECODER_NAMES,
+    MOE_NAMES,
+    Rules,
+    fuse,
+    rename,
+    rules,
+    skip,
+    skip_module,
+)
+
+
+def weight_rules(spec: ModelSpec) -> Rules:
+    assert spec.latent is not None, spec
+    drafts = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
+    queries = "q_proj" if spec.latent.q_rank is None else "q_a_proj"
+    return (
+        rules(*(skip_module(f"model.layers.{layer}") for layer in drafts))
+        + DECODER_NAMES
+        + MOE_NAMES
+        + rules(
+            fuse("qkv_a_proj", (queries, "kv_a_proj_with_mqa")),
+            rename("mlp.shared_experts", "mlp.shared"),
+            rename("q_a_layernorm", "q_norm"),
+            rename("kv_a_layernorm", "kv_norm"),
+            fuse("gate_up_proj", ("gate_proj", "up_proj")),
+            skip("rotary_emb.inv_freq"),  # kept by old converters; it follows from the config
+        )
+    )
+
+
+class DeepseekForCausalLM(Decoder):
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__(spec, build)
+        self.weight_rules = weight_rules(spec)
+
+    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock:
+        assert spec.latent is not None, spec
+        head_size = spec.latent.nope_size + spec.latent.rope_size
+        attention = LatentAttention(
+            spec.hidden_size,
+            spec.num_heads,
+            spec.latent,
+            scale=head_size**-0.5 * score_factor(spec.rope),
+            rope=rope,
+            build=build,
+            bias=spec.attention_bias,
+        )
+        return DecoderBlock(spec, build, attention=attention, mlp=self._mlp(spec, layer, build))
+
+    def _mlp(self, spec: ModelSpec, layer: int, build: Build) -> GatedMLP | MoE:
+        moe = spec.moe
+        assert moe is not None, spec
+        if not moe.layers[layer]:
+            return GatedMLP(spec.hidden_size, spec.intermediate_size, bias=False, build=build)
+        routing = Routing(
+            num_active=moe.num_active,
+            score=moe.score,
+            renormalize=moe.renormalize,
+            scale=moe.scale,
+            num_groups=moe.num_groups,
+            num_active_groups=moe.num_active_groups,
+        )
+        return MoE(
+            spec.hidden_size,
+            moe.num_experts,
+            moe.inner_size,
+            routing=routing,
+            build=build,
+            correction=moe.score == "sigmoid",
+            shared_size=moe.shared_size,
+        )
