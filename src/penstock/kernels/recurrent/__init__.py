@@ -1,0 +1,10 @@
+"""Layers that remember a fixed amount: the short convolution, the gated delta rule, its gates."""
+
+from penstock.kernels.recurrent.reference import (
+    causal_conv,
+    delta_gates,
+    gated_delta,
+    rms_norm_gated,
+)
+
+__all__ = ["causal_conv", "delta_gates", "gated_delta", "rms_norm_gated"]

@@ -1,0 +1,106 @@
+"""The short causal convolution: one launch for decodes, one for longer entries.
+
+Legend: T tokens, N entries, S slots, C channels, X columns of the input, W taps, P = W - 1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.op import arch
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.recurrent.reference import causal_conv
+from penstock.kernels.recurrent.triton_tiles import max_tiles, tile_of
+
+_TILE = 32  # tokens of a program; at least P, so that only an entry's first tile needs its past
+_BLOCK_C = 128
+_BLOCK_C_DECODE = 256
+
+
+@triton.jit(do_not_specialize=["first_entry", "num_entries"])
+def _causal_conv(
+    x_ptr, columns_ptr, weight_ptr, state_ptr, slots_ptr, has_state_ptr, starts_ptr, y_ptr,
+    first_entry, num_entries, stride_x,
+    C: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[t, c] = silu(sum over w of weight[c, w] * x[t + w - P, columns[c]]).
+
+    Program (i, b): the i-th tile, for the b-th block of channels. That of an entry's first tile
+    also renews the slot: nobody else reads it.
+    """
+    let_next_start(PDL)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_row = cols < C
+    source = tl.load(columns_ptr + cols, mask=in_row, other=0)
+    wait_for_previous(PDL)
+    if TILE == 1:
+        entry, tile = first_entry + tl.program_id(0), 0
+    else:
+        entry, tile = tile_of(tl.program_id(0), starts_ptr, first_entry, num_entries, TILE, BLOCK_N)
+    if entry >= first_entry + num_entries:
+        return
+    start = tl.load(starts_ptr + entry)
+    num_tokens = tl.load(starts_ptr + entry + 1) - start
+    P: tl.constexpr = W - 1
+    oldest = tl.where(tl.load(has_state_ptr + entry), -P, 0)  # positions from here on are known
+    state_ptr += tl.load(slots_ptr + entry).to(tl.int64) * (P * C) + cols
+    x_ptr += start.to(tl.int64) * stride_x + source
+
+    positions = tile * TILE + tl.arange(0, TILE)
+    inside = (positions < num_tokens)[:, None] & in_row[None, :]
+    y = tl.zeros((TILE, BLOCK_C), tl.float32)
+    for tap in tl.static_range(W):
+        at = (positions + (tap - P))[:, None]
+        x = tl.load(x_ptr[None, :] + at.to(tl.int64) * stride_x, mask=inside & (at >= 0), other=0.0)
+        is_past = inside & (at < 0) & (at >= oldest)
+        past = tl.load(state_ptr[None, :] + (at + P) * C, mask=is_past, other=0.0)
+        weight = tl.load(weight_ptr + cols * W + tap, mask=in_row, other=0.0).to(tl.float32)
+        y += (x.to(tl.float32) + past.to(tl.float32)) * weight[None, :]
+    y = y / (1.0 + tl.exp(-y))
+    rows = (start + positions).to(tl.int64)[:, None]
+    tl.store(y_ptr + rows * C + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+    if tile == 0:
+        tl.debug_barrier()  # all threads have read the past
+        for p in tl.static_range(P):  # a row is read before the one that overwrites it is written
+            kept = num_tokens + (p - P)
+            num_new = tl.where(kept >= 0, C, 0)
+            num_old = tl.where((kept < 0) & (kept >= oldest), C, 0)
+            new = tl.load(x_ptr + kept.to(tl.int64) * stride_x, mask=cols < num_new, other=0.0)
+            old = tl.load(state_ptr + (kept + P) * C, mask=cols < num_old, other=0.0)
+            tl.store(state_ptr + p * C, tl.where(kept >= 0, new, old), mask=in_row)
+
+
+@causal_conv.impl("triton", needs=arch(80))
+def causal_conv_triton(
+    x_TX: Tensor,
+    columns_C: Tensor,
+    weight_CW: Tensor,
+    state_SPC: Tensor,
+    slots_N: Tensor,
+    has_state_N: Tensor,
+    query_starts_N1: Tensor,
+    num_decodes: int,
+) -> Tensor:
+    num_channels, width = weight_CW.shape
+    assert x_TX.stride(1) == 1 and weight_CW.is_contiguous() and state_SPC.is_contiguous()
+    assert state_SPC.shape[1:] == (width - 1, num_channels) and width - 1 <= _TILE, state_SPC.shape
+    num_tokens, num_entries = x_TX.shape[0], slots_N.shape[0]
+    y_TC = torch.empty((num_tokens, num_channels), dtype=x_TX.dtype, device=x_TX.device)
+
+    def launch(first_entry: int, num_entries: int, num_tiles: int, tile: int, block: int) -> None:
+        _causal_conv[(num_tiles, triton.cdiv(num_channels, block))](
+            x_TX, columns_C, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, y_TC,
+            first_entry, num_entries, x_TX.stride(0), C=num_channels, W=width, TILE=tile,
+            BLOCK_C=block, BLOCK_N=triton.next_power_of_2(num_entries) if tile > 1 else 1,
+            num_warps=4, **launch_options(x_TX),
+        )  # fmt: skip
+
+    if num_decodes:
+        launch(0, num_decodes, num_decodes, 1, _BLOCK_C_DECODE)
+    if num_longer := num_entries - num_decodes:
+        num_tiles = max_tiles(num_tokens - num_decodes, num_longer, _TILE)
+        launch(num_decodes, num_longer, num_tiles, _TILE, _BLOCK_C)
+    return y_TC

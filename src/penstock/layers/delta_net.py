@@ -1,0 +1,208 @@
+"""The gated delta net: a short convolution, then a linear memory of keys and values with decay.
+
+Takes the place of attention. What a sequence remembers has one size however long it is: a slot of
+two pools, which the layer is given.
+"""
+
+# T tokens in the step, C hidden size, N entries, S slots
+# of this rank: H key heads, V value heads, R = V / H, X columns of the fused projection
+# K key size, D value size, E = R * D, P past inputs of the convolution, F its channels, W its taps
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.formats import PLAIN, Activation, InputFormat
+from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
+from penstock.layers.build import Build
+from penstock.layers.handover import converted
+from penstock.layers.linear import ColumnLinear, Linear, RowLinear
+from penstock.layers.norm import RMSNorm
+from penstock.parallel.parameter import PlacedParameter, new_parameter
+from penstock.parallel.shard import Piece, Share, Span, split
+from penstock.types.cache_spec import DTYPE_BYTES
+
+# Means and spreads of trained values: memories of some tens of tokens.
+_TYPICAL_RATE_LOG = (0.5, 1.0)
+_TYPICAL_BIAS = (-4.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentState:
+    """What a layer keeps of one sequence: two arrays, renewed by every step."""
+
+    num_past: int  # inputs of the convolution
+    num_channels: int  # on this rank, as below
+    conv_dtype: str
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    state_dtype: str = "float32"  # it sums up all tokens: a short float would forget
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return self.num_past, self.num_channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_value_heads, self.key_size, self.value_size
+
+    def bytes_per_slot(self) -> int:
+        conv = self.num_past * self.num_channels * DTYPE_BYTES[self.conv_dtype]
+        state = self.num_value_heads * self.key_size * self.value_size
+        return conv + state * DTYPE_BYTES[self.state_dtype]
+
+
+class ShortConv(nn.Module):
+    """A filter per channel. The channels are the queries of all heads, then keys, then values.
+
+    A rank's channels are three ranges of the checkpoint's tensor, which is small: it is loaded
+    whole and cut afterwards.
+    """
+
+    def __init__(self, channels: tuple[range, ...], num_all: int, width: int, build: Build) -> None:
+        super().__init__()
+        self.channels = channels
+        self.weight: nn.Parameter = new_parameter((num_all, width), build.dtype, build.device)
+
+    def finish(self) -> None:
+        kept = torch.cat([self.weight[part.start : part.stop] for part in self.channels])
+        self.weight = nn.Parameter(kept, requires_grad=False)
+
+
+class GatedDeltaNet(nn.Module):
+    """Key heads, each with its value heads, are split over the ranks.
+
+    The rows of `in_proj_qkvz` and `in_proj_ba` come key head by key head: query, key, the values of
+    its R value heads, their gates; and b, then a, of the same. So the share of a rank is one range
+    of rows, and they stay as they are, in whatever form they are kept: the convolution picks its
+    channels from among the columns.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_size: int,
+        value_size: int,
+        conv_width: int,
+        norm_eps: float,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        ranks = build.mesh.role("attention")
+        heads = split("the number of key heads", num_key_heads, ranks.size, ranks.rank)
+        group = num_value_heads // num_key_heads
+        values = Span(heads.start * group, heads.size * group)
+        self.num_key_heads, self.num_value_heads = heads.size, values.size
+        self.key_size, self.value_size, self.group = key_size, value_size, group
+        self.keys_width, self.values_width = heads.size * key_size, values.size * value_size
+        self.head_width = 2 * key_size + 2 * group * value_size  # columns of one key head
+
+        def columns(*out_sizes: int) -> ColumnLinear:
+            return ColumnLinear(hidden_size, out_sizes, role="attention", bias=False, build=build)
+
+        self.in_proj_qkvz = columns(num_key_heads * self.head_width)
+        self.in_proj_ba = columns(2 * num_value_heads)
+        all_keys, all_values = num_key_heads * key_size, num_value_heads * value_size
+        self.conv1d = ShortConv(
+            (
+                _channels(0, heads, key_size),
+                _channels(all_keys, heads, key_size),
+                _channels(2 * all_keys, values, value_size),
+            ),
+            2 * all_keys + all_values,
+            conv_width,
+            build,
+        )
+        self.A_log = _per_head(num_value_heads, values, _TYPICAL_RATE_LOG, build)
+        self.dt_bias = _per_head(num_value_heads, values, _TYPICAL_BIAS, build)
+        self.norm = RMSNorm(value_size, norm_eps, build)
+        self.out_proj = RowLinear(
+            all_values, hidden_size, role="attention", bias=False, build=build
+        )
+        self.register_buffer("columns_F", self._columns().to(build.device), persistent=False)
+        self.columns_F: Tensor
+        self.spec = RecurrentState(
+            num_past=conv_width - 1,
+            num_channels=2 * self.keys_width + self.values_width,
+            conv_dtype=str(build.dtype).removeprefix("torch."),
+            num_value_heads=values.size,
+            key_size=key_size,
+            value_size=value_size,
+        )
+        self.conv_SPF: Tensor | None = None
+        self.state_SVKD: Tensor | None = None
+
+    def _columns(self) -> Tensor:
+        """Which column of the fused projection each channel of the convolution reads."""
+        at_HX = torch.arange(self.num_key_heads * self.head_width, dtype=torch.int32)
+        at_HX = at_HX.view(self.num_key_heads, self.head_width)
+        sizes = (self.key_size, self.key_size, self.group * self.value_size)
+        return torch.cat([part.flatten() for part in at_HX[:, : sum(sizes)].split(sizes, dim=1)])
+
+    def finish(self) -> None:
+        self.conv1d.finish()
+
+    def state_spec(self) -> RecurrentState:
+        return self.spec
+
+    def bind_state(self, conv_SPF: Tensor, state_SVKD: Tensor) -> None:
+        self.conv_SPF, self.state_SVKD = conv_SPF, state_SVKD
+
+    def input_format(self, num_tokens: int) -> InputFormat:
+        """The one that both projections want; plain where they differ."""
+        wanted = self.in_proj_qkvz.input_format(num_tokens)
+        return wanted if wanted == self.in_proj_ba.input_format(num_tokens) else PLAIN
+
+    def forward(
+        self, x_TC: Activation, batch: ForwardBatch, slots_N: Tensor, has_state_N: Tensor
+    ) -> Tensor:
+        """An entry reads and renews its slot; without a state it begins with zeros."""
+        assert self.conv_SPF is not None and self.state_SVKD is not None, "state not bound"
+        qkvz_TX = _project(self.in_proj_qkvz, x_TC, batch)
+        ba_TX = _project(self.in_proj_ba, x_TC, batch)
+        places = (slots_N, has_state_N, batch.query_starts_N1, batch.num_decodes)
+        qkv_TF = causal_conv(qkvz_TX, self.columns_F, self.conv1d.weight, self.conv_SPF, *places)
+        widths = (self.keys_width, self.keys_width, self.values_width)
+        q_TX, k_TX, v_TX = qkv_TF.split(widths, dim=1)
+        g_TV, beta_TV = delta_gates(
+            ba_TX.unflatten(1, (self.num_key_heads, 2 * self.group)), self.A_log, self.dt_bias
+        )
+        out_TVD = gated_delta(
+            q_TX.unflatten(1, (self.num_key_heads, self.key_size)),
+            k_TX.unflatten(1, (self.num_key_heads, self.key_size)),
+            v_TX.unflatten(1, (self.num_value_heads, self.value_size)),
+            g_TV,
+            beta_TV,
+            self.state_SVKD,
+            *places,
+        )
+        by_head_THX = qkvz_TX.unflatten(1, (self.num_key_heads, self.head_width))
+        z_THE = by_head_THX[:, :, 2 * self.key_size + self.group * self.value_size :]
+        out_TVD = rms_norm_gated(out_TVD, z_THE, self.norm.weight, self.norm.eps)
+        wanted = self.out_proj.input_format(batch.num_tokens)
+        return self.out_proj(converted(out_TVD.flatten(1), wanted), batch)
+
+
+def _project(layer: Linear, x_TC: Activation, batch: ForwardBatch) -> Tensor:
+    if isinstance(x_TC, Tensor):
+        x_TC = converted(x_TC, layer.input_format(batch.num_tokens))
+    return layer(x_TC, batch)
+
+
+def _channels(offset: int, heads: Span, size: int) -> range:
+    return range(offset + heads.start * size, offset + heads.stop * size)
+
+
+def _per_head(
+    num_all: int, heads: Span, typical: tuple[float, float], build: Build
+) -> PlacedParameter:
+    """One number per value head, in fp32 whatever the model has: it goes through exponentials."""
+    share = Share(full_size=num_all, source=heads, target=Span(0, heads.size))
+    pieces = (Piece((share,)),)
+    return new_parameter((heads.size,), torch.float32, build.device, pieces, typical=typical)
