@@ -30,9 +30,9 @@ class Outcome:
     problem: str | None
 
 
-def request_bytes(path: str, body: dict[str, Any]) -> bytes:
-    """A streamed request that ends with its usage."""
-    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+def request_bytes(path: str, body: dict[str, Any], usage: bool = True) -> bytes:
+    """A streamed request; with `usage` one more event at its end counts the tokens."""
+    asked = body | {"stream": True, "stream_options": {"include_usage": usage}}
     data = json.dumps(asked).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data

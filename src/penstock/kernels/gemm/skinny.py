@@ -8,6 +8,7 @@ the product, H200, 6144 x 4096: 14.5 us instead of 12.6).
 Legend: T tokens, I inputs, O outputs, F features.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels import tuned
 from penstock.kernels.gemm.dense import dense_linear
 from penstock.kernels.gemm.few import MAX_TOKENS, gated_linear
 from penstock.kernels.op import arch
@@ -30,15 +32,27 @@ class GemvConfig:
     num_warps: int
 
 
-def gemv_config(num_inputs: int, element_bytes: int) -> GemvConfig:
-    """Best of 12 on an H200 over the four shapes of a Llama-8B layer, one token.
+@functools.cache
+def gemv_config(
+    num_outputs: int, num_inputs: int, element_bytes: int, num_tokens: int
+) -> GemvConfig:
+    """Where nothing was measured, what is best of 12 on an H200 for a Llama-8B layer and one token.
 
     bf16, us (floor): 6144 x 4096 12.6 (11.1), 4096 x 4096 8.6 (7.4), 28672 x 4096 53.3 (52.0),
     4096 x 14336 27.9 (26.0); fp8: 7.3 (5.6), 5.7 (3.7), 28.3 (26.0), 16.1 (13.0).
     """
     if element_bytes == 1:
-        return GemvConfig(rows=2, block=4096, num_warps=4 if num_inputs <= 8192 else 8)
-    return GemvConfig(rows=2, block=2048, num_warps=8 if num_inputs <= 8192 else 4)
+        usual = GemvConfig(rows=2, block=4096, num_warps=4 if num_inputs <= 8192 else 8)
+    else:
+        usual = GemvConfig(rows=2, block=2048, num_warps=8 if num_inputs <= 8192 else 4)
+    return tuned.best(
+        "gemv",
+        usual,
+        outputs=num_outputs,
+        inputs=num_inputs,
+        bits=8 * element_bytes,
+        tokens=triton.next_power_of_2(num_tokens),
+    )
 
 
 @triton.jit
@@ -142,7 +156,7 @@ def gemv(
     num_tokens, num_inputs = x_TI.shape
     num_outputs = weight_OI.shape[0] // (2 if is_gated else 1)
     assert x_TI.stride(1) == weight_OI.stride(1) == 1, (x_TI.stride(), weight_OI.stride())
-    c = config or gemv_config(num_inputs, weight_OI.element_size())
+    c = config or gemv_config(*weight_OI.shape, weight_OI.element_size(), num_tokens)
     out_dtype = dtype if out_scale_1 is None else torch.float8_e4m3fn
     out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype, device=x_TI.device)
     steps = [int(s is not None and s.numel() > 1) for s in (scale, weight_scale)]

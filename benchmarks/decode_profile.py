@@ -1,0 +1,224 @@
+"""Where the time of a decode step goes, kernel by kernel, each against its own floor.
+
+The engine runs in this process; torch's profiler records the kernels of some steps. Kernels may
+start while the one before still runs (and then wait for it), so durations overlap. What a kernel
+adds to the step is its exclusive time: the part of it in which no kernel that began earlier still
+runs. Exclusive times and idle time sum up to the step in the trace. The wall time is measured
+without the profiler.
+"""
+
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from floors import Floors
+from shapes import ROWS, Row, model_folder, prompts
+
+if TYPE_CHECKING:
+    from local_engine import LocalEngine
+
+FIRST_KERNEL = "_decode_inputs"  # of every decode step
+PRODUCT = re.compile(r"^_gemv|^_fp8_linear|nvjet|gemm|cutlass|wgmma", re.IGNORECASE)
+NUM_TURNS = 60  # of the engine's loop, at most one step each
+NUM_SHOWN = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One kernel's run, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Line:
+    """All runs of one kernel for one purpose, per step."""
+
+    name: str
+    count: float = 0.0
+    us: float = 0.0
+    exclusive_us: float = 0.0
+    floor_us: float | None = None
+
+
+def exclusive(spans: Sequence[Span]) -> list[float]:
+    """Of each, the time in which none that began earlier still runs. `spans` by start."""
+    free_from, times = float("-inf"), []
+    for span in spans:
+        times.append(max(0.0, span.end - max(span.start, free_from)))
+        free_from = max(free_from, span.end)
+    return times
+
+
+def whole_steps(spans: Iterable[Span]) -> list[list[Span]]:
+    """Decode steps that were recorded from their first kernel to the next one's, by start."""
+    steps: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.name.startswith(FIRST_KERNEL):
+            steps.append([])
+        if steps:
+            steps[-1].append(span)
+    return steps[:-1]
+
+
+def labels(step: Sequence[Span], num_layers: int, matrices: Sequence[str]) -> list[str]:
+    """Names of the kernels; products with the matrix, if their number is the expected one."""
+    products = [i for i, span in enumerate(step) if PRODUCT.search(span.name)]
+    names = [short(span.name) for span in step]
+    if len(products) == num_layers * len(matrices) + 1:
+        for nth, i in enumerate(products[:-1]):
+            names[i] = f"{matrices[nth % len(matrices)]}: {names[i]}"
+        names[products[-1]] = f"head: {names[products[-1]]}"
+    return names
+
+
+def short(name: str) -> str:
+    """A C++ kernel without its arguments and template parameters."""
+    plain = name.removeprefix("void ").partition("(")[0]
+    return (plain.partition("<")[0] or plain)[-48:]
+
+
+def lines_of(spans: Iterable[Span], floors: Floors, batch: int, context: float) -> list[Line]:
+    """Means over the whole steps in `spans`, by exclusive time."""
+    steps = whole_steps(spans)
+    assert steps, f"no two {FIRST_KERNEL} in the trace"
+    names = [matrix.name for matrix in floors.layer]
+    lines: dict[str, Line] = defaultdict(lambda: Line(""))
+    every = [span for step in steps for span in step]
+    alone = iter(exclusive(every))
+    for step in steps:
+        for span, label in zip(step, labels(step, floors.num_layers, names), strict=True):
+            line = lines[label]
+            line.name = label
+            line.count += 1 / len(steps)
+            line.us += (span.end - span.start) / len(steps)
+            line.exclusive_us += next(alone) / len(steps)
+    for line in lines.values():
+        each = kernel_floor_us(line.name, floors, batch, context)
+        line.floor_us = None if each is None else each * line.count
+    return sorted(lines.values(), key=lambda line: -line.exclusive_us)
+
+
+def kernel_floor_us(label: str, floors: Floors, batch: int, context: float) -> float | None:
+    """Of one run; None where it is not known what the kernel is for."""
+    matrix, separator, _ = label.partition(": ")
+    if separator:
+        of = floors.head if matrix == "head" else floors.layer[_index(matrix, floors)]
+        return of.floor_s(batch, floors.at) * 1e6
+    num_bytes = {
+        "_decode": batch * context * floors.kv_bytes_per_token,
+        "_add_rms_norm": 4 * 2 * batch * floors.hidden,  # two in, two out
+        "_rms_norm": 4 * 2 * batch * floors.hidden,
+        "_silu_mul": 3 * 2 * batch * floors.features,
+        "_rope_kv_write": 2 * 2 * batch * (floors.query + 2 * floors.kv),
+        "_best_of_split": 2 * batch * floors.vocabulary,
+    }.get(matrix)
+    return None if num_bytes is None else num_bytes / floors.at.read_bytes_s * 1e6
+
+
+def _index(matrix: str, floors: Floors) -> int:
+    return next(i for i, known in enumerate(floors.layer) if known.name == matrix)
+
+
+def decoding_engine(folder: str, row: Row, batch: int, context: int) -> "LocalEngine":
+    """`batch` sequences of about `context` tokens, all of them past their prompt."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fixtures"))
+    from local_engine import LocalEngine
+
+    # While later prompts are read the first sequences already write.
+    num_new = 4 * NUM_TURNS + 2 * batch * context // row.settings.get("max_num_tokens", 8192)
+    settings = row.engine_settings(context + num_new, batch)
+    settings["max_batch_size"] = batch
+    settings["cuda_graph_config"] = {"batch_sizes": [batch]}
+    settings["kv_cache_config"]["max_tokens"] = batch * (context + num_new + 64)
+    engine = LocalEngine(folder, **settings)
+    for prompt in prompts(batch, context, row.config["vocab_size"], 1):
+        engine.submit(prompt, num_new, ignore_eos=True)
+    while len(engine.deltas) < batch:
+        engine.turn()
+    for _ in range(8):
+        engine.turn()
+    assert not any(d.finish for all_of in engine.deltas.values() for d in all_of)
+    return engine
+
+
+def profile(row: Row, batch: int, context: int) -> dict[str, Any]:
+    import torch
+
+    with model_folder(row) as folder:
+        engine = decoding_engine(folder, row, batch, context)
+        torch.cuda.synchronize()
+        started, before = time.perf_counter(), engine.counters.generated_tokens
+        for _ in range(NUM_TURNS):
+            engine.turn()
+        torch.cuda.synchronize()
+        num_tokens = engine.counters.generated_tokens - before
+        wall_us = (time.perf_counter() - started) / (num_tokens / batch) * 1e6
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as recorded:
+            for _ in range(NUM_TURNS):
+                engine.turn()
+            torch.cuda.synchronize()
+    spans = [
+        Span(event.name, event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    del engine
+    torch.cuda.empty_cache()
+    floors = Floors(row)
+    lines = lines_of(spans, floors, batch, context)
+    steps = whole_steps(spans)
+    traced_us = (steps[-1][-1].end - steps[0][0].start) / len(steps)
+    return {
+        "batch": batch,
+        "context": context,
+        "wall_us": wall_us,
+        "floor_us": floors.decode_step_s(batch, context) * 1e6,
+        "traced_us": traced_us,
+        "idle_us": traced_us - sum(line.exclusive_us for line in lines),
+        "kernels": [asdict(line) for line in lines],
+    }
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    wall, floor = found["wall_us"], found["floor_us"]
+    print(
+        f"\n{name}, {found['batch']} x {found['context']}: a step takes {wall:.0f} us, floor "
+        f"{floor:.0f} us = {floor / wall:.1%}; in the trace {found['traced_us']:.0f} us, idle "
+        f"{found['idle_us']:.0f} us"
+    )
+    print(f"{'exclusive':>10} {'share':>6} {'duration':>9} {'runs':>6} {'floor':>9} {'of it':>6}")
+    for line in found["kernels"][:NUM_SHOWN]:
+        least, alone = line["floor_us"], line["exclusive_us"]
+        known = "-" if least is None else f"{least:.1f}"
+        reached = "-" if least is None or not alone else f"{least / alone:.0%}"
+        print(
+            f"{alone:10.1f} {alone / found['traced_us']:6.1%} {line['us']:9.1f} "
+            f"{line['count']:6.1f} {known:>9} {reached:>6}  {line['name']}",
+            flush=True,
+        )
+
+
+def profile_rows(
+    rows: Iterable[str], batches: Iterable[int], contexts: Iterable[int]
+) -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("a profile needs a GPU; there is none")
+    results: dict[str, Any] = {}
+    for name in rows:
+        results[name] = []
+        for context in contexts:
+            for batch in batches:
+                results[name].append(profile(ROWS[name], batch, context))
+                show(name, results[name][-1])
+    return results
