@@ -18,7 +18,6 @@ from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.core.gates import LeaderGate
-from penstock.core.kv.groups import FullGroup
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
 from penstock.core.scheduler import Scheduler
@@ -144,10 +143,9 @@ class Engine:
 
     def _wire(self, loaded: LoadedRank, runner: ModelRunner, num_blocks: int) -> None:
         config, counters = self.config, EngineCounters()
-        group = FullGroup(
-            num_blocks, config.tokens_per_block, config.block_reuse, config.partial_reuse
-        )
-        self.scheduler = Scheduler(config, [KVManager([group])], counters)
+        blocks = (num_blocks, *loaded.memory.further_blocks)
+        groups = [g.cache_group(num, config) for g, num in zip(loaded.groups, blocks, strict=True)]
+        self.scheduler = Scheduler(config, [KVManager(groups)], counters)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
 
         def describe(plan: StepPlan, started: float) -> IterationStats:
@@ -177,6 +175,7 @@ class Engine:
             choices.append(("max_seq_len", str(max_seq_len), reason))
             _log.warning("max_seq_len is %d: %s", max_seq_len, reason)
         settings = {k: v for k, v in asdict(config).items() if k != "choices"}
+        cache_bytes = num_blocks * loaded.memory.block + loaded.memory.further
         return EngineInfo(
             max_seq_len=max_seq_len,
             max_num_tokens=config.max_num_tokens,
@@ -190,7 +189,7 @@ class Engine:
             device=probe().name,
             config=settings | {"max_seq_len": max_seq_len},
             choices=tuple(choices),
-            memory=loaded.memory.as_dict() | {"kv_cache_bytes": num_blocks * loaded.memory.block},
+            memory=loaded.memory.as_dict() | {"kv_cache_bytes": cache_bytes},
             rank_weight_bytes=tuple(weights),
             timeline=tuple(timeline.phases),
         )
@@ -268,6 +267,7 @@ def main() -> None:
         mailbox.receive(timeout_ms=2000)
         mailbox.broadcast(Fatal(message=str(error) or type(error).__name__))
         sys.exit(1)
+    _log.info("ready: %s", timeline)
     gc.collect()
     gc.freeze()
     if not stopping.is_set():

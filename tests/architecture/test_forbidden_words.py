@@ -34,8 +34,16 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "os.system": (),
     "yaml.load": ("config/load.py",),  # with a loader that makes plain data only
     "os.getenv": (),
-    # The log level, the cache folder, what a child process inherits, where gloo listens.
-    "os.environ": ("log.py", "hub/folder.py", "hub/pull.py", "ipc/process.py", "parallel/mesh.py"),
+    # The log level, the cache folder, what a child process inherits, where gloo listens, where
+    # Triton keeps its binaries.
+    "os.environ": (
+        "log.py",
+        "hub/folder.py",
+        "hub/pull.py",
+        "ipc/process.py",
+        "kernels/triton_cache.py",
+        "parallel/mesh.py",
+    ),
     "subprocess": (
         "ipc/process.py",
         "cli/doctor.py",

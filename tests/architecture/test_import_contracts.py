@@ -31,9 +31,10 @@ from penstock.core.kv.manager import KVManager
 assert KVManager([FullGroup(8, 4, True, True)])
 """,
     "the front end": """
+from penstock.config.schema import EngineConfig
 from penstock.frontend.start import load_text_side
 from penstock.hub.folder import local_folder
-tokenizer, template = load_text_side(local_folder("tiny"), None)
+tokenizer, template, _ = load_text_side(local_folder("tiny"), EngineConfig(model="tiny"))
 assert tokenizer.decode(tokenizer.encode("The river", False)) == "The river" and template
 """,
     "the Python API": """

@@ -28,7 +28,7 @@ RECIPES = sorted(FOLDER.glob("*")) if FOLDER.is_dir() else []
 TRTLLM_SERVE = Path(sysconfig.get_path("scripts"), "trtllm-serve")
 ONE_GPU = {"--tp_size": "1", "--ep_size": "1"}
 NOT_HERE = {
-    "attention_dp_config", "enable_attention_dp", "moe_config", "speculative_config",
+    "attention_dp_config", "enable_attention_dp", "speculative_config",
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not RECIPES, reason="the recipes are not beside us")

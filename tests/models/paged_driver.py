@@ -31,11 +31,8 @@ class PagedDriver:
         self.lengths = [0] * num_rows
         for layer in model.cache_layers():
             spec = layer.cache_spec()
-            shape = (len(blocks) + 1, spec.num_kv_heads, BLOCK_SIZE, spec.head_size)
-            dtype = getattr(torch, spec.dtype)
-            layer.bind_cache(
-                torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
-            )
+            shape = (spec.num_planes, len(blocks) + 1, *spec.block_shape(BLOCK_SIZE))
+            layer.bind_cache(*torch.full(shape, torch.nan, dtype=getattr(torch, spec.dtype)))
 
     @torch.inference_mode()
     def step(self, entries: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
@@ -63,6 +60,9 @@ class PagedDriver:
             num_decodes=num_decodes,
             max_query_len=max(sizes),
             max_kv_len=max(kv_lens),
+            cached_lens=tuple(kv_len - size for kv_len, size in zip(kv_lens, sizes, strict=True))[
+                num_decodes:
+            ],
         )
         return list(self.model.logits(self.model(batch)).split(sizes))
 
@@ -72,13 +72,15 @@ def load_model(
     mesh: RankMesh | None = None,
     dtype: torch.dtype = torch.float32,
     schemes: Schemes | None = None,
+    finished: bool = False,
 ):
-    """With `schemes` it is ready to run; without, its parameters are the checkpoint's numbers."""
+    """With `schemes`, or `finished`, it is in the form in which the engine runs it; without, its
+    parameters are the checkpoint's numbers, and most models run so as well."""
     mesh = mesh or RankMesh.single()
     spec = parse_model_spec(folder)
     model = build_model(spec, mesh, dtype, CPU, get_backend("reference"), schemes)
     load_weights(model, folder, spec, mesh, progress=False)
-    if schemes is not None:
+    if finished or schemes is not None:
         with torch.inference_mode():
             model.finish()
     return model

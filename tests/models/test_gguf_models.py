@@ -4,6 +4,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
+from gguf_models import QUANT, write_gguf
 from paged_driver import CPU, load_model, mixed_run, prompts
 from tiny_models import make_checkpoint, reference_model
 
@@ -15,82 +17,20 @@ from penstock.parallel.mesh import RankMesh, RoleGroup
 from penstock.quant.choose import choose_schemes
 from penstock.weights.gguf import stream_gguf
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-QUANT = gguf.GGMLQuantizationType
-
-
-def gguf_name(name: str) -> str:
-    for theirs, ours in NAMES.items():
-        name = name.replace(theirs, ours)
-    return name.replace("model.layers.", "blk.")
-
-
-def write_gguf(
-    path, model, kind: QUANT = QUANT.F32, rope_factors=None, kinds: dict[str, QUANT] | None = None
-) -> dict[str, np.ndarray]:
-    """Pack a transformers model as converters do; returns what the file holds, by HF name.
-
-    `kinds` are exceptions from `kind`, by a word of the name.
-    """
-    config = model.config
-    writer = gguf.GGUFWriter(path, config.model_type)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_eos_token_id(2)
-    writer.add_eot_token_id(5)
-    held = {}
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = weight.float().numpy()
-        packs = values.ndim == 2 and values.shape[1] % 32 == 0
-        wanted = next((k for word, k in (kinds or {}).items() if word in name), kind)
-        used = wanted if packs else QUANT.F32
-        packed = gguf.quantize(values, used)
-        held[name] = gguf.dequantize(packed, used).reshape(values.shape)
-        is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
-        if config.model_type == "llama" and is_rotated:
-            heads = values.shape[0] // config.head_dim
-            halves = packed.reshape(heads, 2, config.head_dim // 2, *packed.shape[1:])
-            packed = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(packed.shape)
-        writer.add_tensor(gguf_name(name), packed, raw_dtype=used)
-    if rope_factors is not None:
-        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return held
-
 
 @pytest.mark.parametrize("kind", [QUANT.F32, QUANT.F16, QUANT.Q8_0, QUANT.Q4_1], ids=str)
 @pytest.mark.parametrize(
     ("arch", "fields"),
-    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {})],
-    ids=["llama", "tied", "qwen2", "qwen3"],
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("mixtral", {}),
+        ("qwen2_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    ],
+    ids=["llama", "tied", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"],
 )
 def test_a_packed_model_gives_the_logits_of_its_numbers(tmp_path, arch, fields, kind):
     model = reference_model(make_checkpoint(tmp_path / "hf", arch, **fields))
@@ -128,6 +68,46 @@ def test_weights_that_stay_packed_give_the_same_logits(tmp_path, kind, kinds, ti
         with torch.inference_mode():
             truth = model(torch.tensor([text])).logits[0]
         torch.testing.assert_close(logits, truth, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("kinds", [{}, {"up_exps": QUANT.F16}], ids=["one", "mixed"])
+def test_experts_that_stay_packed_give_the_same_logits(tmp_path, arch, kinds):
+    checkpoint = make_checkpoint(tmp_path / "hf", arch, norm_topk_prob=arch != "qwen2_moe")
+    path, model = tmp_path / "model.gguf", reference_model(checkpoint)
+    held = write_gguf(path, model, QUANT.Q4_1, kinds=kinds)
+    model.load_state_dict({n: torch.from_numpy(v) for n, v in held.items()}, strict=False)
+    packed = load_model(path, schemes=choose_schemes(None, path, torch.float32, CPU))
+    experts = packed.layers[0].mlp.experts
+    assert [isinstance(w, PackedWeight) for w in experts.gate_up.weight] == [not kinds] * 6
+    assert all(isinstance(w, PackedWeight) for w in experts.down.weight)
+    texts = prompts(model.config.vocab_size)
+    for text, logits in zip(texts, mixed_run(packed, texts), strict=True):
+        with torch.inference_mode():
+            truth = model(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(logits, truth, atol=1e-4, rtol=0)
+
+
+# Widths that transformers does not read from the file: those of its configurations.
+WIDE = {
+    "qwen2_moe": {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    "qwen3_moe": {"moe_intermediate_size": 768, "norm_topk_prob": True},
+}
+
+
+@pytest.mark.parametrize("arch", WIDE)
+def test_transformers_reads_the_same_model_from_the_file(tmp_path, arch):
+    folder = make_checkpoint(tmp_path / "hf", arch, num_experts=4, **WIDE[arch])
+    write_gguf(tmp_path / "model.gguf", reference_model(folder), QUANT.Q8_0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    texts = prompts(theirs.config.vocab_size)
+    ours = mixed_run(load_model(tmp_path / "model.gguf"), texts)
+    for text, logits in zip(texts, ours, strict=True):
+        with torch.inference_mode():
+            truth = theirs(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(logits, truth, atol=2e-4, rtol=0)
 
 
 def test_a_share_of_the_inputs_stays_packed_where_it_is_whole_groups(tmp_path):

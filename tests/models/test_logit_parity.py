@@ -35,7 +35,28 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 5}
 
+DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
+
 CASES = {
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 as V2-Lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3 bias, scaled experts": (
+        "deepseek_v3",
+        {"attention_bias": True, "routed_scaling_factor": 1.3, "norm_topk_prob": False},
+    ),
+    "deepseek_v3 rope yarn": ("deepseek_v3", {"rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3 rope in halves, tied": (
+        "deepseek_v3",
+        {"rope_interleave": False, "tie_word_embeddings": True},
+    ),
+    "deepseek_v3 dense, no latent of queries, wide": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 3, "q_lora_rank": None, "kv_lora_rank": 80, "v_head_dim": 40},
+    ),
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -52,6 +73,8 @@ CASES = {
     "llama rope yarn": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),
     "mistral window": ("mistral", {"sliding_window": 5}),
+    "mixtral": ("mixtral", {}),
+    "mixtral tied, window": ("mixtral", {"tie_word_embeddings": True, "sliding_window": 5}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2 window above layer 1": ("qwen2", WINDOWED | {"max_window_layers": 1}),
@@ -65,6 +88,26 @@ CASES = {
         "qwen3",
         WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe tied, no bias, weights sum to one": (
+        "qwen2_moe",
+        {"tie_word_embeddings": True, "qkv_bias": False, "norm_topk_prob": True},
+    ),
+    "qwen2_moe windows": ("qwen2_moe", WINDOWED | {"max_window_layers": 1}),
+    "qwen2_moe every second layer": ("qwen2_moe", {"decoder_sparse_step": 2}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe many experts, bias": (
+        "qwen3_moe",
+        {
+            "num_experts": 20,
+            "num_experts_per_tok": 5,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "head_dim": 24,
+        },
+    ),
+    "qwen3_moe first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen3_moe window": ("qwen3_moe", WINDOWED),
     "qwen3 rope yarn": ("qwen3", {"rope_parameters": YARN | {"beta_fast": 8.0, "truncate": False}}),
 }
 
@@ -80,7 +123,7 @@ def expected_logits(folder: Path, sequences: list[list[int]]) -> list[torch.Tens
 def test_mixed_batches_give_the_logits_of_transformers(tmp_path, case, config_style):
     arch, overrides = CASES[case]
     folder = make_checkpoint(tmp_path, arch, config_style=config_style, **overrides)
-    model = load_model(folder)
+    model = load_model(folder, finished=True)
     sequences = prompts(parse_model_spec(folder).vocab_size)
     expected = expected_logits(folder, sequences)
     assert min(logits.std() for logits in expected) > 0.5  # else the tolerance would hide mistakes

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from penstock.errors import ConfigError
 from penstock.models.registry import supported_architectures
 from penstock.models.spec import parse_model_spec
-from penstock.types.model_spec import Fp8Spec, QuantSpec
+from penstock.types.model_spec import Fp8Spec, MoeSpec, QuantSpec
 
 REAL = Path(__file__).parents[3] / "shared" / "configs"
 BASE = {
@@ -73,8 +73,40 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
         assert spec.quantization == QuantSpec(
             format=fp8, excluded=("lm_head",), cache_dtype="float8_e4m3fn"
         )
+    elif "quantization_config" in config:  # those of the models that are served have blocks
+        fp8 = Fp8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")
+        assert spec.quantization is not None and spec.quantization.format == fp8
     else:
         assert spec.quantization is None
+    if "Moe" in spec.architecture:
+        _check_experts(spec.moe, theirs)
+    elif "Deepseek" not in spec.architecture:
+        assert spec.moe is None
+
+
+def _check_experts(moe: MoeSpec | None, theirs: PreTrainedConfig) -> None:
+    assert moe is not None
+    assert moe.num_experts == theirs.num_experts
+    assert moe.num_active == theirs.num_experts_per_tok
+    assert moe.inner_size == theirs.moe_intermediate_size
+    assert moe.renormalize == theirs.norm_topk_prob
+    assert moe.shared_size == getattr(theirs, "shared_expert_intermediate_size", 0)
+    assert moe.layers == (True,) * theirs.num_hidden_layers
+
+
+def test_layers_with_experts_are_those_of_transformers(tmp_path):
+    for arch, kind in (("Qwen2Moe", "qwen2_moe"), ("Qwen3Moe", "qwen3_moe")):
+        names = {"architectures": [f"{arch}ForCausalLM"], "model_type": kind}
+        fields = names | {"num_key_value_heads": 4, "num_experts": 8}
+        moe = parse(tmp_path, **fields, decoder_sparse_step=2, mlp_only_layers=[3]).moe
+        assert moe.layers == (False, True, False, False)
+        assert parse(tmp_path, **fields).moe.layers == (True,) * 4
+        with pytest.raises(ConfigError, match="num_experts_per_tok: is 9, of 8 experts"):
+            parse(tmp_path, **fields, num_experts_per_tok=9)
+    qwen2 = parse(tmp_path, architectures=["Qwen2MoeForCausalLM"], num_key_value_heads=4)
+    theirs = AutoConfig.for_model("qwen2_moe", num_hidden_layers=4)
+    _check_experts(qwen2.moe, theirs)
+    assert qwen2.attention_bias and not qwen2.attention_out_bias
 
 
 def _beside(name: str) -> str:

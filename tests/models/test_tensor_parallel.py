@@ -17,12 +17,16 @@ from penstock.models.spec import parse_model_spec
 
 SIZE = 2
 CASES = {
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v2, queries without a latent": ("deepseek_v2", {"q_lora_rank": None}),
     "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one kv head for two ranks": ("llama", {"num_key_value_heads": 1}),
     "qwen2, tied, even vocabulary": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 640}),
     "qwen3": ("qwen3", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3_moe, one dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
 }
-REPLICATED = ("norm", "o_proj.bias", "down_proj.bias")
+REPLICATED = ("norm", "o_proj.bias", "down_proj.bias", "router", "shared_gate")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def run(tmp_path_factory) -> tuple[Path, list[Path]]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=list(CASES))
 def test_every_rank_has_the_logits_of_a_single_one(run, number):
     root, folders = run
-    expected = mixed_run(load_model(folders[number]), prompts(500))
+    expected = mixed_run(load_model(folders[number], finished=True), prompts(500))
     for rank in range(SIZE):
         found = load_file(root / f"logits-{number}-{rank}.safetensors")
         for name, theirs in zip("abc", expected, strict=True):
@@ -80,6 +84,12 @@ def test_every_rank_holds_exactly_its_half(run, number):
             elif name in ("embed.weight", "head.weight"):
                 num_rows = -(-spec.vocab_size // (64 * SIZE)) * 64  # padded to whole tiles per rank
                 assert size == num_rows * spec.hidden_size
+            elif "qkv_a_proj" in name:
+                latent = spec.latent
+                cached_size = latent.kv_rank + latent.rope_size
+                head_size = latent.nope_size + latent.rope_size
+                width = latent.q_rank or spec.num_heads * head_size // SIZE
+                assert size == (width + cached_size) * spec.hidden_size  # latents are on both
             elif "qkv_proj" in name and spec.num_kv_heads < SIZE:
                 width = spec.hidden_size if name.endswith("weight") else 1
                 heads = spec.num_heads // SIZE + 2  # the KV head is on both ranks

@@ -17,10 +17,12 @@ def main() -> None:
     mesh = RankMesh.create(int(rank), int(size), address, CPU)
     for number, folder in enumerate(map(Path, folders)):
         model = load_model(folder, mesh)
-        logits = dict(zip("abc", mixed_run(model, prompts(500)), strict=True))
-        save_file(logits, Path(out) / f"logits-{number}-{rank}.safetensors")
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         (Path(out) / f"sizes-{number}-{rank}.json").write_text(json.dumps(sizes))
+        with torch.inference_mode():
+            model.finish()
+        logits = dict(zip("abc", mixed_run(model, prompts(500)), strict=True))
+        save_file(logits, Path(out) / f"logits-{number}-{rank}.safetensors")
     mesh.close()
 
 

@@ -20,6 +20,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10  # what one program may have on sm_90
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 DTYPES = {
+    torch.bool: "i1",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.activation import silu_mul
 from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.fp8 import fp8_linear, quantize_fp8, rms_norm_fp8, silu_mul_fp8
 from penstock.kernels.gather import decode_inputs
@@ -23,8 +24,10 @@ from penstock.kernels.gemm.codes import (
 )
 from penstock.kernels.gemm.dense import dense_linear
 from penstock.kernels.gemm.few import gated_linear
+from penstock.kernels.moe import SILU, Gate, Routing, experts, gated, route
 from penstock.kernels.norm import add_rms_norm, rms_norm
 from penstock.kernels.op import Op
+from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
 from penstock.kernels.rope import rope_kv_write
 
 FP8 = torch.float8_e4m3fn
@@ -32,12 +35,16 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class OpCase:
-    """`make` gives fresh arguments; `mutated` are the positions of those the op writes to."""
+    """`make` gives fresh arguments; `mutated` are the positions of those the op writes to.
+
+    `rounds_inside`: fp32 results may be sums of numbers that were rounded to the dtype.
+    """
 
     op: Op[..., Any]
     name: str
     make: Callable[[torch.dtype, torch.device], tuple[Any, ...]]
     mutated: tuple[int, ...] = ()
+    rounds_inside: bool = False
 
     def __str__(self) -> str:
         return f"{self.op.__name__}-{self.name}"
@@ -120,6 +127,79 @@ def _rope_kv_write(
 
     name = f"{num_tokens}x{heads}x{kv_heads}x{size}-rot{rotary}" + "-norm" * norm + "-fp8" * fp8
     return OpCase(rope_kv_write, name, make, mutated=(6, 7))
+
+
+def mla_write_case(
+    num_tokens: int,
+    heads: int,
+    latent: int,
+    rotary: int,
+    *,
+    interleaved: bool = True,
+    fp8: bool = False,
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        q = randn(num_tokens, heads, 24 + rotary, dtype=dtype, device=device)[:, :, 24:]
+        kv = randn(num_tokens, 40 + latent + rotary, dtype=dtype, device=device)[:, 40:]
+        weight = randn(latent, dtype=dtype, device=device)
+        positions = torch.randint(0, 64, (num_tokens,)).to(device)
+        slots = torch.randperm(9 * 16)[:num_tokens].to(device)
+        cache = randn(9, 16, latent + rotary, dtype=FP8 if fp8 else dtype, device=device)
+        table = angles(64, rotary, device)
+        return q, kv, weight, 1e-6, table, positions, cache, slots, interleaved
+
+    name = f"{num_tokens}x{heads}x{latent}+{rotary}" + "-halves" * (not interleaved) + "-fp8" * fp8
+    return OpCase(mla_write, name, make, mutated=(6,))
+
+
+def mla_decode_case(
+    *kv_lens: int, heads: int, latent: int, rotary: int, block_size: int = 16, fp8: bool = False
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        case = decodes(*kv_lens, block_size=block_size)
+        batch = make_attention(case, torch.float32, device).batch
+        num_blocks = int(batch.block_table_RM.max()) + 1
+        shape = (num_blocks, block_size, latent + rotary)
+        cache = randn(*shape, dtype=FP8 if fp8 else dtype, device=device)
+        q = randn(heads, len(kv_lens), latent, dtype=dtype, device=device).transpose(0, 1)
+        q_rotated = randn(len(kv_lens), heads, rotary, dtype=dtype, device=device)
+        scale = (latent + rotary) ** -0.5
+        lens = (batch.rows_N, batch.kv_lens_N, batch.block_table_RM)
+        return q, q_rotated, cache, *lens, scale, batch.max_kv_len
+
+    lens = "_".join(map(str, kv_lens[:4])) + f"+{len(kv_lens) - 4}" * (len(kv_lens) > 4)
+    return OpCase(mla_decode, f"{lens}-{heads}x{latent}+{rotary}" + "-fp8" * fp8, make)
+
+
+def mla_attend_case(
+    entries: tuple[tuple[int, int], ...],
+    heads: int,
+    sizes: tuple[int, int, int],
+    *,
+    causal: bool = False,
+    merges: bool = False,
+) -> OpCase:
+    """`entries` are (queries, keys); `sizes` unrotated, rotated and of a value."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        size, rotary, value = sizes
+        counts = torch.tensor([(0, 0), *entries]).cumsum(0).int().to(device)
+        num_tokens, num_keys = counts[-1].tolist()
+        q = randn(num_tokens, heads, size + rotary, dtype=dtype, device=device)[:, :, :size]
+        q_rotated = randn(num_tokens, heads, rotary, dtype=dtype, device=device)
+        kv = randn(num_keys, heads, size + value, dtype=dtype, device=device)
+        key = randn(num_keys, 8 + rotary, dtype=dtype, device=device)[:, 8:]
+        out = randn(num_tokens, heads, value, dtype=torch.float32, device=device)
+        out = out if merges else out.to(dtype)
+        lse = randn(num_tokens, heads, dtype=torch.float32, device=device) + 2
+        starts, scale = (counts[:, 0].clone(), counts[:, 1].clone()), (size + rotary) ** -0.5
+        longest = max(num_queries for num_queries, _ in entries)
+        return q, q_rotated, kv, key, *starts, out, lse, scale, causal, merges, longest
+
+    lens = "_".join(f"{queries}.{keys}" for queries, keys in entries)
+    kind = "-causal" * causal + "-merges" * merges
+    name = f"{lens}-{heads}x{'+'.join(map(str, sizes))}{kind}"
+    return OpCase(mla_attend, name, make, mutated=(6, 7), rounds_inside=True)
 
 
 def _linear(num_tokens: int, outputs: int, inputs: int, *, bias: bool = False) -> OpCase:
@@ -218,6 +298,98 @@ def _fp8_linear(
     return OpCase(fp8_linear, name, make)
 
 
+def _entries(
+    lens: tuple[int, ...], num_decodes: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(slots, has_state, query_starts, num_decodes): every third entry begins a sequence."""
+    slots = (torch.randperm(len(lens) + 2)[: len(lens)]).int()
+    has_state = torch.arange(len(lens)) % 3 != 1
+    starts = torch.tensor([0, *lens]).cumsum(0).int()
+    return *(x.to(device) for x in (slots, has_state, starts)), num_decodes
+
+
+def _pool(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    slots: Tensor,
+    has_state: Tensor,
+) -> Tensor:
+    """States of earlier steps; NaN where a sequence begins, and its slot's last owner ended so."""
+    pool = randn(len(slots) + 2, *shape, dtype=dtype, device=slots.device)
+    pool[slots[~has_state].long()] = torch.nan
+    return pool
+
+
+def _conv(
+    lens: tuple[int, ...], num_decodes: int, channels: int, columns: int, width: int = 4
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(sum(lens), columns, dtype=dtype, device=device)
+        where = torch.randperm(columns)[:channels].int().to(device)
+        weight = randn(channels, width, dtype=dtype, device=device)
+        slots, has_state, *rest = _entries(lens, num_decodes, device)
+        state = _pool((width - 1, channels), dtype, slots, has_state)
+        return x, where, weight, state, slots, has_state, *rest
+
+    name = f"{num_decodes}of{'_'.join(map(str, lens))}-c{channels}w{width}"
+    return OpCase(causal_conv, name, make, mutated=(3,))
+
+
+def _delta(
+    lens: tuple[int, ...],
+    num_decodes: int,
+    heads: int,
+    value_heads: int,
+    key_size: int,
+    value_size: int,
+    *,
+    decay: float = 0.1,
+    repeats: bool = False,
+) -> OpCase:
+    """`decay` is the mean of -g. `repeats`: all keys are equal and overwrite each other."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        num_tokens, keys, values = sum(lens), heads * key_size, value_heads * value_size
+        qkv = randn(num_tokens, 2 * keys + values, dtype=dtype, device=device)
+        q, k, v = qkv.split((keys, keys, values), dim=-1)
+        qk = (x.unflatten(1, (heads, key_size)) for x in (q, k))
+        g = -2 * decay * torch.rand(num_tokens, value_heads).to(device)
+        beta = torch.rand(num_tokens, value_heads).to(device)
+        if repeats:
+            k[:], beta[:] = k[:1].clone(), 1.0
+        slots, has_state, *rest = _entries(lens, num_decodes, device)
+        state = _pool((value_heads, key_size, value_size), torch.float32, slots, has_state)
+        v = v.unflatten(1, (value_heads, value_size))
+        return *qk, v, g, beta, state, slots, has_state, *rest
+
+    shape = f"h{heads}v{value_heads}k{key_size}d{value_size}-g{decay}"
+    name = f"{num_decodes}of{'_'.join(map(str, lens))}-{shape}" + "-repeats" * repeats
+    return OpCase(gated_delta, name, make, mutated=(5,))
+
+
+def _gates(num_tokens: int, heads: int, value_heads: int) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        width = 2 * value_heads // heads
+        ba = 4 * randn(num_tokens, heads * width, dtype=dtype, device=device)
+        ba[0, 0] = ba[0, -1] = 50.0  # beyond where softplus is its argument
+        rate, bias = (randn(value_heads, dtype=torch.float32, device=device) for _ in range(2))
+        return ba.view(num_tokens, heads, width), rate, bias
+
+    return OpCase(delta_gates, f"{num_tokens}x{heads}x{value_heads}", make)
+
+
+def _gated_norm(num_tokens: int, heads: int, value_heads: int, size: int) -> OpCase:
+    """The gate is the last part of each key head's columns in a fused projection."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, value_heads, size, dtype=dtype, device=device)
+        width = value_heads // heads * size
+        z = randn(num_tokens, heads, 24 + width, dtype=dtype, device=device)[:, :, 24:]
+        return x, z, randn(size, dtype=dtype, device=device), 1e-6
+
+    return OpCase(rms_norm_gated, f"{num_tokens}x{heads}x{value_heads}x{size}", make)
+
+
 def random_weight(form: Form, num_outputs: int, num_inputs: int) -> PackedWeight:
     """Of exactly this form, its values of a weight's size."""
     low, high = (0, 16) if form.bits == 4 else (-128, 128)
@@ -227,6 +399,57 @@ def random_weight(form: Form, num_outputs: int, num_inputs: int) -> PackedWeight
     weight = pack([Codes(codes, *(x.to(form.meta).float() for x in (scales, minima)))])
     assert weight is not None and weight.form == form
     return weight
+
+
+def _route(num_tokens: int, num_experts: int, routing: Routing, *, fixed: bool = False) -> OpCase:
+    """`fixed`: with a correction, and experts that lie elsewhere than by number."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        logits = 2 * randn(num_tokens, num_experts, dtype=torch.float32, device=device)
+        correction = randn(num_experts, dtype=torch.float32, device=device) if fixed else None
+        slot_of = torch.randperm(num_experts) if fixed else torch.arange(num_experts)
+        load = torch.arange(num_experts + 3, device=device)
+        return logits, routing, correction, slot_of.int().to(device), load
+
+    name = f"{num_tokens}x{num_experts}k{routing.num_active}-{routing.score}"
+    return OpCase(route, name + f"-g{routing.num_groups}" + "-fixed" * fixed, make, mutated=(4,))
+
+
+CLAMPED = Gate(alpha=1.702, shift=1.0, limit=1.5)
+
+
+def _experts(
+    num_tokens: int,
+    num_slots: int,
+    num_active: int,
+    size: int,
+    features: int,
+    *,
+    bias: bool = False,
+    gate: Gate = SILU,
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        def weight(*shape: int) -> Tensor:
+            return randn(*shape, dtype=dtype, device=device) * shape[-1] ** -0.5
+
+        x = randn(num_tokens, 2 * size, dtype=dtype, device=device)[:, :size]
+        # Some slots have many tokens, some none.
+        odds = torch.rand(num_tokens, num_slots) ** torch.arange(1, num_slots + 1)
+        slots = odds.topk(num_active).indices.int().to(device)
+        weights = torch.rand(num_tokens, num_active).to(device)
+        matrices = weight(num_slots, 2 * features, size), weight(num_slots, size, features)
+        biases = [weight(num_slots, n) if bias else None for n in (2 * features, size)]
+        return x, slots, weights, *matrices, *biases, gate
+
+    name = f"{num_tokens}x{num_active}of{num_slots}x{size}x{features}" + "-bias" * bias
+    return OpCase(experts, name + "-clamped" * (gate != SILU), make)
+
+
+def _gated_rows(gate: Gate) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        return 2 * randn(5, 140, dtype=dtype, device=device), gate
+
+    return OpCase(gated, "silu" if gate == SILU else "clamped", make)
 
 
 def _packed_linear(
@@ -266,6 +489,19 @@ OP_CASES = [
     _rope_kv_write(13, 12, 3, 64, 64, norm=True),
     _rope_kv_write(3, 2, 1, 256, 256),
     _rope_kv_write(7, 8, 2, 64, 64, fp8=True),
+    mla_write_case(1, 16, 512, 64),
+    mla_write_case(5, 5, 96, 24, interleaved=False),
+    mla_write_case(7, 20, 128, 32, fp8=True),
+    mla_decode_case(1, heads=16, latent=512, rotary=64),
+    mla_decode_case(15, 16, 17, 300, heads=20, latent=128, rotary=32),
+    mla_decode_case(40, 7, heads=40, latent=96, rotary=24, block_size=32),
+    mla_decode_case(70, heads=64, latent=512, rotary=64),
+    mla_decode_case(*[30] * 600, heads=4, latent=32, rotary=16),
+    mla_decode_case(9, 200, heads=16, latent=512, rotary=64, fp8=True),
+    mla_attend_case(((40, 40), (1, 1), (7, 7)), 4, (128, 64, 128), causal=True),
+    mla_attend_case(((150, 150),), 2, (24, 16, 20), causal=True),
+    mla_attend_case(((9, 70), (33, 0), (3, 64), (1, 1)), 3, (128, 64, 128), merges=True),
+    mla_attend_case(((140, 33), (2, 130)), 2, (48, 24, 20), merges=True),
     *(_quantize(*shape, way) for shape in ((1, 128), (5, 1408)) for way in _SCALINGS),
     _quantize(3, 5000, "rows"),
     _quantize(2, 1000, "whole"),
@@ -295,6 +531,50 @@ OP_CASES = [
     _decode_inputs(1, 4, 16),
     _decode_inputs(6, 9, 32),
     _decode_inputs(150, 160, 64),
+    _conv((1,), 1, 40, 64),
+    _conv((1, 1, 1), 3, 300, 320),
+    _conv((3, 1, 70), 0, 130, 130),
+    _conv((1, 1, 2, 33, 5, 64), 2, 48, 96),
+    _conv((1, 6), 1, 20, 20, width=2),
+    _gates(1, 2, 4),
+    _gates(37, 4, 12),
+    _gates(3, 16, 32),
+    _delta((1,), 1, 1, 1, 64, 64),
+    _delta((1, 1, 1), 3, 2, 4, 64, 48),
+    _delta((130,), 0, 1, 2, 64, 64),
+    _delta((1, 1, 65, 3, 64), 2, 2, 2, 32, 40),
+    _delta((1, 40, 1, 7), 1, 1, 3, 24, 16, decay=8.0),
+    _delta((70,), 0, 1, 2, 128, 128),
+    _delta((90, 80), 0, 1, 1, 16, 32, decay=0.0),
+    _delta((1, 100), 1, 1, 1, 64, 32, decay=0.0, repeats=True),
+    _gated_norm(1, 2, 4, 64),
+    _gated_norm(9, 3, 3, 80),
+    _gated_norm(5, 2, 8, 128),
+    _route(1, 8, Routing(num_active=2)),
+    _route(5, 60, Routing(num_active=4, renormalize=True)),
+    _route(3, 128, Routing(num_active=8, renormalize=True), fixed=True),
+    _route(
+        4,
+        64,
+        Routing(
+            num_active=6,
+            score="sigmoid",
+            renormalize=True,
+            scale=2.5,
+            num_groups=8,
+            num_active_groups=3,
+        ),
+        fixed=True,
+    ),
+    _route(6, 15, Routing(num_active=3, num_groups=5, num_active_groups=2)),
+    _route(2, 6, Routing(num_active=2, score="sigmoid", num_groups=6, num_active_groups=3)),
+    _experts(1, 8, 2, 64, 32),
+    _experts(3, 5, 4, 100, 36, bias=True),
+    _experts(2, 3, 1, 600, 24, gate=CLAMPED),
+    _experts(5, 70, 3, 48, 20),
+    _experts(40, 6, 2, 100, 72, bias=True, gate=CLAMPED),
+    _experts(90, 3, 2, 64, 96),
+    _experts(300, 2, 1, 72, 40),
 ]
 # Of ops that only a CPU has.
 CPU_OP_CASES = [
@@ -302,6 +582,8 @@ CPU_OP_CASES = [
     _packed_linear(FORMS[0], 1, 7, 32, bias=True),
     _packed_linear(FORMS[0], 20, 48, 544, bias=True),
     *(_packed_rows(form, 9) for form in FORMS),
+    _gated_rows(SILU),
+    _gated_rows(CLAMPED),
 ]
 
 
@@ -367,6 +649,7 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
         num_decodes=case.num_decodes,
         max_query_len=max(q for q, _ in case.entries),
         max_kv_len=max(kv for _, kv in case.entries) + 3,
+        cached_lens=tuple(kv - q for q, kv in case.entries[case.num_decodes :]),
     )
     cache_dtype = torch.float8_e4m3fn if case.fp8 else dtype
     k_cache, v_cache = (randn(*pool, dtype=cache_dtype, device=device) for _ in range(2))

@@ -159,10 +159,20 @@ CASES: dict[str, tuple[tuple[str, str, Any], int, str]] = {
     "JSON mode": (chat(response_format={"type": "json_object"}), 400, "response_format"),
     "response_format as text": (chat(response_format="json"), 400, "response_format is 'json'"),
     "required tool": (
-        chat(tools=[{"type": "function"}], tool_choice="required"),
+        chat(tools=[{"function": {"name": "f"}}], tool_choice="required"),
         400,
         "tool_choice",
     ),
+    "named tool": (
+        chat(
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            tool_choice={"type": "function", "function": {"name": "f"}},
+        ),
+        400,
+        "tool_choice",
+    ),
+    "tool of another type": (chat(tools=[{"type": "web_search"}]), 400, "tools[0]"),
+    "nameless tool": (chat(tools=[{"function": {}}]), 400, "tools[0].function.name"),
     "own template": (chat(chat_template="{{ 1 }}"), 400, "chat_template"),
     "audio": (chat(modalities=["audio"]), 400, "modalities"),
     # messages

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from http_fakes import ANSWER, FakePipeline, running_server
+from http_fakes import ANSWER, FakeGeneration, FakePipeline, running_server
+
+from penstock.types.outputs import TextDelta, ToolCallDelta
+from penstock.types.request import FinishReason
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -148,3 +151,74 @@ def test_prompt_logprobs_come_once(server):
     chunks = stream(server, prompt_logprobs=0, max_tokens=1)
     assert chunks[0]["prompt_logprobs"] == reply["prompt_logprobs"]
     assert all("prompt_logprobs" not in chunk for chunk in chunks[1:])
+
+
+class _CallingGeneration(FakeGeneration):
+    """Thinks, says something and calls two tools, in few deltas with much in them."""
+
+    async def __aiter__(self):
+        first = ToolCallDelta(index=0, id="call_a", name="f", arguments='{"n": ')
+        rest = ToolCallDelta(index=0, arguments="1}")
+        second = ToolCallDelta(index=1, id="call_b", name="g", arguments="{}")
+        yield TextDelta(index=0, token_ids=(1,), reasoning="hm", text="I", tool_calls=(first,))
+        yield TextDelta(index=0, token_ids=(2,), reasoning="!", text=" look")
+        yield TextDelta(
+            index=0, token_ids=(3,), tool_calls=(rest, second), finish=FinishReason.STOP
+        )
+        self._done()
+
+
+class _CallingPipeline(FakePipeline):
+    async def generate(self, given, stream=True):
+        ids, text = await self.tokenize(given)
+        return _CallingGeneration(self, given, text, ids)
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[httpx.Client]:
+    with running_server(_CallingPipeline()) as running:
+        yield httpx.Client(base_url=running.url)
+
+
+def test_calls_are_named_before_their_arguments_and_text_comes_before_calls(caller):
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream(caller)]
+    named = {"index": 0, "id": "call_a", "type": "function"}
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"content": "I", "reasoning_content": "hm"},
+        {"tool_calls": [{**named, "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"n": '}}]},
+        {"reasoning_content": "!"},
+        {"content": " look"},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]},
+        {
+            "tool_calls": [
+                {
+                    **{"index": 1, "id": "call_b", "type": "function"},
+                    "function": {"name": "g", "arguments": ""},
+                }
+            ]
+        },
+        {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
+    ]
+    [*_, last] = stream(caller)
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    message = chat(caller)["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("I look", "hm!")
+    assert message["tool_calls"] == [
+        {
+            "id": "call_a",
+            "type": "function",
+            "function": {"name": "f", "arguments": '{"n": 1}'},
+        },
+        {"id": "call_b", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+
+
+def test_without_parallel_calls_only_the_first_is_told(caller):
+    [choice] = chat(caller, parallel_tool_calls=False)["choices"]
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["call_a"]
+    chunks = stream(caller, parallel_tool_calls=False)
+    calls = [call for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", ())]
+    assert {call["index"] for call in calls} == {0}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"

@@ -5,6 +5,7 @@ from itertools import chain
 
 from penstock.errors import BackendError, PenstockError
 from penstock.frontend.pipeline import Generation
+from penstock.text.tools.calls import joined
 from penstock.types.outputs import CompletionOutput, RequestOutput, TextDelta, Usage
 from penstock.types.request import FinishReason
 
@@ -47,6 +48,8 @@ def _completion(deltas: list[TextDelta]) -> CompletionOutput:
     return CompletionOutput(
         index=last.index,
         text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=joined(chain.from_iterable(delta.tool_calls for delta in deltas)),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         finish_reason=last.finish,
         stop_reason=last.stop_reason,

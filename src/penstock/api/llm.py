@@ -72,7 +72,10 @@ class LLM:
         chat_options: ChatOptions | Sequence[ChatOptions] = ChatOptions(),
         use_tqdm: bool = True,
     ) -> RequestOutput | list[RequestOutput]:
-        """One conversation in, one output out; a list of conversations in, a list out."""
+        """One conversation in, one output out; a list of conversations in, a list out.
+
+        Thoughts and tool calls are taken out of the text, as far as the model marks them.
+        """
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_single else list(messages)
         options = _one_each(chat_options, len(conversations), "chat_options")
@@ -242,7 +245,8 @@ def _text_or_ids(prompt: Prompt) -> dict[str, Any]:
 def _conversation(asked: tuple[Sequence[Message], ChatOptions]) -> dict[str, Any]:
     messages, options = asked
     # The template writes the special tokens itself.
-    return {"messages": tuple(messages), "chat": options, "add_special_tokens": False}
+    fields = {"messages": tuple(messages), "chat": options, "add_special_tokens": False}
+    return fields | {"parse_answer": True}
 
 
 def _inputs(

@@ -98,6 +98,7 @@ class Conversation:
         answer = ""
         num_tokens, num_pieces, finish = 0, 0, None
         started = first = time.perf_counter()
+        shown = _Shown(out.isatty())
         chunks = self._server.stream(
             {
                 "messages": self.messages,
@@ -112,22 +113,44 @@ class Conversation:
                 for choice in chunk.get("choices") or ():
                     delta = choice.get("delta") or {}
                     content = delta.get("content") or ""
-                    if piece := (delta.get("reasoning_content") or "") + content:
+                    if said := shown.of(delta.get("reasoning_content") or "", content):
                         first = first if num_pieces else time.perf_counter()
                         num_pieces += 1
                         answer += content
-                        out.write(piece)
+                        out.write(said)
                         out.flush()
                     finish = choice.get("finish_reason") or finish
         except KeyboardInterrupt:
             finish = "stopped"
         finally:
             chunks.close()
+            if left_dim := shown.end():
+                out.write(left_dim)
             if answer:
                 self.messages.append({"role": "assistant", "content": answer})
             else:
                 self.messages.pop()
         return _summary(num_tokens or num_pieces, first - started, first, finish)
+
+
+class _Shown:
+    """Thoughts and answer one after the other; on a terminal the thoughts are dim."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        self._dim, self._normal = ("\x1b[2m", "\x1b[22m") if is_terminal else ("", "")
+        self._is_thinking = False
+
+    def of(self, thoughts: str, content: str) -> str:
+        begin = self._dim if thoughts and not self._is_thinking else ""
+        self._is_thinking = self._is_thinking or bool(thoughts)
+        if not content or not self._is_thinking:
+            return begin + thoughts + content
+        return f"{begin}{thoughts}{self.end()}\n\n{content}"
+
+    def end(self) -> str:
+        """What makes the terminal write normally again."""
+        was_thinking, self._is_thinking = self._is_thinking, False
+        return self._normal if was_thinking else ""
 
 
 def run(args: argparse.Namespace) -> int:

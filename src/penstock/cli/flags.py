@@ -52,6 +52,8 @@ _MODEL = (
     Flag("load_format", "text", "auto, or dummy for random weights"),
     Flag("skip_tokenizer_init", "switch", "load no tokenizer; prompts are token ids"),
     Flag("chat_template", "text", "Jinja file or template, when not the tokenizer's own"),
+    Flag("reasoning_parser", "text", "auto, none, think, deepseek-r1 or harmony"),
+    Flag("tool_parser", "text", "auto, none, hermes or harmony"),
     Flag("served_model_name", "text", "name of the model in the API"),
     Flag("seed", "int", "start value of dummy weights and of requests without a seed"),
 )
@@ -103,9 +105,7 @@ _COMPATIBLE = (
     Flag("moe_cluster_parallel_size cluster_size", "int"),
     Flag("gpus_per_node", "int"),
     Flag("enable_attention_dp", "switch"),
-    Flag("reasoning_parser", "text"),
     Flag("otlp_traces_endpoint", "text"),
-    _without_field("tool_parser", "text", ignored("tool calls stay part of the answer's text")),
     _without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
     _without_field(
         "fail_fast_on_attention_window_too_large", "switch", ignored("it has no use here")

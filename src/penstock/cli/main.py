@@ -15,6 +15,7 @@ from penstock.cli.flags import add_serve_flags, normalise, refuse_unknown
 from penstock.errors import ConfigError, PenstockError
 
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
+_TUNED_OPS = ("gemv", "decode", "prefill")
 _UNAVAILABLE = ("disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve", "rerank")
 
 
@@ -73,6 +74,8 @@ def _parser() -> _Parser:
 
     _add_eval(commands)
 
+    _add_tune(commands)
+
     doctor = commands.add_parser("doctor", help="show what this machine has", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(module="penstock.cli.doctor", parser=doctor)
@@ -100,6 +103,37 @@ def _add_eval(commands: "argparse._SubParsersAction[_Parser]") -> None:
     server.add_argument("--api_key", help="key the server asks for")
     server.add_argument("--concurrency", type=_positive, default=32, metavar="N")
     command.set_defaults(module="penstock.cli.eval", parser=command)
+
+
+def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    command = commands.add_parser(
+        "tune", help="find the fastest launch shapes of kernels on this GPU", allow_abbrev=False
+    )
+    command.add_argument(
+        "--model",
+        action="append",
+        metavar="MODEL",
+        help="model whose shapes count, or llama-3.1-8b, llama-3.3-70b; may be repeated; "
+        "default: these two",
+    )
+    command.add_argument(
+        "--ops",
+        type=_tuned_ops,
+        default=_TUNED_OPS,
+        metavar="OP,OP",
+        help=f"which of {','.join(_TUNED_OPS)}; default: all",
+    )
+    command.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: in the cache folder, where it is read"
+    )
+    command.set_defaults(module="penstock.cli.tune", parser=command)
+
+
+def _tuned_ops(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(_TUNED_OPS):
+        raise argparse.ArgumentTypeError(f"'{text}': there are {', '.join(_TUNED_OPS)}")
+    return names
 
 
 def _positive(text: str) -> int:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from penstock.config.run import Choice, RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
-from penstock.types.cache_spec import FullKV
+from penstock.types.cache_spec import CacheSpec, FullKV, LatentKV
 from penstock.types.device import DeviceInfo
 from penstock.types.model_spec import ModelSpec
 
@@ -49,6 +49,9 @@ def resolve(
     tp_size = config.tensor_parallel_size
     dtype = choices.add("dtype", _dtype(config, spec, device, kind))
     backend = choices.add("attention_backend", _attention(config, device, kind))
+    moe_backend = "none"
+    if spec.moe is not None:
+        moe_backend = choices.add("moe_backend", _moe(config, device, kind))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
     block_bytes = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
@@ -81,6 +84,8 @@ def resolve(
         kv_memory_fraction=kv.free_gpu_memory_fraction,
         kv_cpu_bytes=kv_cpu_bytes,
         attention_backend=backend,
+        moe_backend=moe_backend,
+        moe_max_tokens=config.moe_config.max_num_tokens,
         graph_batch_sizes=choices.add(
             "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
         ),
@@ -177,6 +182,19 @@ def _attention(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[
     return best, reason if asked == "auto" else f"{reason}; stands in for {asked}"
 
 
+def _moe(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[str]:
+    asked = config.moe_config.backend
+    if asked == "VANILLA":
+        return "reference", "set by moe_config.backend"
+    if kind == "cpu":
+        best, reason = "torch", "preferred on a CPU"
+    elif device.triton_version is None:
+        best, reason = "reference", "the triton package is not installed"
+    else:
+        best, reason = "triton", f"preferred on sm_{device.arch}"
+    return best, reason if asked in ("AUTO", best.upper()) else f"{reason}; stands in for {asked}"
+
+
 def _step_limits(config: EngineConfig, kind: str, choices: _Choices) -> tuple[int, int]:
     """Tokens and sequences of one step. Each running sequence takes at least one token of it."""
     rows, tokens = config.max_batch_size, config.max_num_tokens
@@ -203,9 +221,13 @@ def _step_limits(config: EngineConfig, kind: str, choices: _Choices) -> tuple[in
 
 
 def _cache_bytes_per_token(spec: ModelSpec, dtype: str, tp_size: int) -> int:
-    layer = FullKV(
+    layer: CacheSpec = FullKV(
         num_kv_heads=max(1, spec.num_kv_heads // tp_size), head_size=spec.head_size, dtype=dtype
     )
+    if spec.latent is not None:
+        layer = LatentKV(
+            latent_size=spec.latent.kv_rank, rope_size=spec.latent.rope_size, dtype=dtype
+        )
     return spec.num_layers * layer.bytes_per_token()
 
 

@@ -54,5 +54,7 @@ class RunConfig:
     graph_batch_sizes: tuple[int, ...]  # ascending; empty: no CUDA graphs
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
+    moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
+    moe_max_tokens: int | None = None  # that go through the experts at once
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
     choices: tuple[Choice, ...] = ()

@@ -20,12 +20,19 @@ from penstock.config.batching import SchedulerConfig
 from penstock.config.graphs import CudaGraphConfig
 from penstock.config.kv_cache import KvCacheConfig
 from penstock.config.messages import explain
+from penstock.config.moe import MoeConfig
 from penstock.config.trtllm_fields import canonical, translate
 from penstock.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"  # of the catalogue: answers sensibly, small enough for any CPU
 
 _logger = log.get(__name__)
+
+ReasoningParser = (
+    Literal["auto", "none", "think", "qwen3", "deepseek-r1", "deepseek_r1", "harmony", "gpt_oss"]
+    | None
+)
+ToolParser = Literal["auto", "none", "hermes", "qwen3", "harmony", "gpt_oss"] | None
 
 
 class EngineConfig(StrictModel):
@@ -75,6 +82,17 @@ class EngineConfig(StrictModel):
         "Jinja chat template: a file, or the template itself. null: the tokenizer's own.",
         min_length=1,
         max_length=1_000_000,
+    )
+    reasoning_parser: ReasoningParser = setting(
+        "auto",
+        "How thoughts are told from the answer of a chat: think (qwen3), deepseek-r1 (a missing "
+        "opening mark counts as given), harmony (gpt_oss). auto: as the chat template writes them. "
+        "none: they stay in the answer.",
+    )
+    tool_parser: ToolParser = setting(
+        "auto",
+        "How tool calls are found in the answer of a chat: hermes (qwen3) or harmony (gpt_oss). "
+        "auto: as the chat template writes them. none: they stay in the answer.",
     )
     seed: int | None = setting(
         None,
@@ -150,6 +168,8 @@ class EngineConfig(StrictModel):
         min_length=1,
         max_length=64,
     )
+
+    moe_config: MoeConfig = setting(MoeConfig(), "Layers of experts, in models that have them.")
 
     # statistics
     max_stats_len: int = setting(

@@ -52,7 +52,6 @@ _NO_WAIT = "prompts are never held back to fill a step"
 _NO_MAMBA = "there is no recurrent state cache yet"
 _NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
 _NO_DP = ignored("attention data parallelism is not there yet; attention is tensor parallel", False)
-_NO_MOE = ignored("expert kernels are chosen automatically")
 _NO_SPECULATION = ignored("speculative decoding is not there yet; answers are the same without it")
 _NO_COMPILE = ignored("no model is run through torch.compile")
 _NO_LORA = "adapters are not there yet"
@@ -174,13 +173,17 @@ _KERNELS = {
     "attn_backend": SUPPORTED,
     **_section(
         "moe_config",
-        _NO_MOE,
-        "backend max_num_tokens load_balancer disable_finalize_fusion "
-        "use_low_precision_moe_combine",
+        SUPPORTED,
+        {
+            "backend": SUPPORTED,
+            "max_num_tokens": SUPPORTED,
+            "disable_finalize_fusion": ignored("sums are always in the same order", False, True),
+            "use_low_precision_moe_combine": ignored("experts are summed in fp32", False),
+        },
     ),
     **_section(
         "moe_config.load_balancer",
-        _NO_MOE,
+        ignored("every GPU holds a share of every expert, which needs no balance"),
         "num_slots initial_global_assignments layer_updates_per_iter",
     ),
     **_section(
@@ -266,7 +269,7 @@ _OUTPUT = {
     ),
     "batched_logits_processor": rejected(_NO_PYTHON_OBJECT),
     "gather_generation_logits": ignored("logits stay on the device; ask for logprobs", False),
-    "reasoning_parser": ignored("thinking text stays part of the answer"),
+    "reasoning_parser": SUPPORTED,
     **_section(
         "speculative_config",
         _NO_SPECULATION,

@@ -14,7 +14,7 @@ from rich.progress import track
 from penstock.api.llm import LLM
 from penstock.config.schema import EngineConfig
 from penstock.errors import BackendError
-from penstock.eval.task import Answer, Example, answer_of_message, answer_of_text
+from penstock.eval.task import Answer, Example, answer_of_message, answer_of_output
 from penstock.types.request import ChatOptions
 from penstock.types.sampling import SamplingParams
 
@@ -31,7 +31,7 @@ def ask_engine(config: EngineConfig, examples: Sequence[Example], max_tokens: in
     with LLM(**config.model_dump(exclude_unset=True)) as llm:
         outputs = llm.chat([example.messages for example in examples], sampling, options)
     assert isinstance(outputs, list)
-    return [answer_of_text(output.outputs[0].text) for output in outputs]
+    return [answer_of_output(output.outputs[0]) for output in outputs]
 
 
 class ServerError(BackendError):

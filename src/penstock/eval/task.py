@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.types.outputs import CompletionOutput
+
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -45,6 +47,14 @@ def answer_of_text(text: str) -> Answer:
     thought, said = (before.partition("<think>")[2], after) if closing else ("", text)
     calls = tuple(_call(parsed(call)) for call in _CALL.findall(said))
     return Answer(_CALL.sub("", said).strip(), thought.strip(), calls)
+
+
+def answer_of_output(output: CompletionOutput) -> Answer:
+    """A sample of `LLM.chat`, which takes the marks out that it knows of."""
+    calls = tuple(
+        {"name": call.name, "arguments": parsed(call.arguments)} for call in output.tool_calls
+    )
+    return Answer(output.text.strip(), output.reasoning.strip(), calls)
 
 
 def answer_of_message(message: Mapping[str, Any]) -> Answer:

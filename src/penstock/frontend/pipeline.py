@@ -17,6 +17,9 @@ from penstock.frontend.client import EngineClient
 from penstock.frontend.limits import make_requests
 from penstock.frontend.sample import Sample
 from penstock.text.chat import ChatTemplate
+from penstock.text.dialect import Dialect
+from penstock.text.harmony_prompt import HarmonyTemplate
+from penstock.text.parsed import AnswerParser
 from penstock.text.tokenizer import MAX_CHARS_PER_TOKEN, Tokenizer, check_length
 from penstock.types.outputs import TextDelta, TokenDelta
 from penstock.types.request import FinishReason, GenerateInput, Request
@@ -24,6 +27,8 @@ from penstock.types.sampling import SamplingParams
 
 # Nobody reads a whole answer before its end; a report now and then keeps its size bounded.
 _UNSTREAMED_INTERVAL = 64
+# In so many tokens at the end of a prompt a chat template opens or closes the block of thoughts.
+_NUM_END_TOKENS = 8
 # Below this, tokenising costs less than handing it to a thread (about a millisecond).
 _INLINE_CHARS = 4096
 
@@ -35,12 +40,14 @@ class GenerationPipeline:
         self,
         client: EngineClient,
         tokenizer: Tokenizer | None,
-        chat_template: ChatTemplate | None,
+        chat_template: ChatTemplate | HarmonyTemplate | None,
         stream_interval: int = 1,
+        dialect: Dialect = Dialect(),
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.dialect = dialect
         self._stream_interval = stream_interval
 
     async def generate(self, ask: GenerateInput, stream: bool = True) -> "Generation":
@@ -50,6 +57,8 @@ class GenerationPipeline:
             raise _needs_tokenizer("stop strings", "stop")
         ids, text = await self.tokenize(ask)
         eos_ids = () if self.tokenizer is None else self.tokenizer.eos_ids
+        if ask.parse_answer:
+            eos_ids += self.dialect.stop_ids
         ranks_samples = sampling.num_samples > sampling.n
         interval = self._stream_interval if stream and not ranks_samples else None
         # Stop strings are found here, so every token must come; else only when there is news.
@@ -60,9 +69,21 @@ class GenerationPipeline:
         if len(requests[0].prompt_ids) < len(ids):
             text = None  # it was truncated, so this is not its text any more
         samples = [
-            Sample(i, sampling, self.tokenizer, interval) for i in range(sampling.num_samples)
+            Sample(
+                i, sampling, self.tokenizer, interval, self._parser(ask, ids), self.dialect.marks
+            )
+            for i in range(sampling.num_samples)
         ]
         return Generation(self.client, requests, samples, sampling, text)
+
+    def _parser(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> AnswerParser | None:
+        if not ask.parse_answer or self.tokenizer is None or not ask.sampling.detokenize:
+            return None
+        continued = None
+        if ask.chat.continue_final_message and ask.messages:
+            continued = str(ask.messages[-1].get("content"))
+        prompt_end = self.tokenizer.decode(prompt_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
+        return self.dialect.parser(prompt_end, continued, ask.chat.tools)
 
     async def tokenize(self, ask: GenerateInput) -> tuple[tuple[int, ...], str | None]:
         """The prompt's ids, and its text unless it came as ids."""
@@ -86,12 +107,15 @@ class GenerationPipeline:
 
     def _encode(self, ask: GenerateInput, tokenizer: Tokenizer) -> tuple[tuple[int, ...], str]:
         max_seq_len = self.client.info.max_seq_len
-        text = ask.text if ask.messages is None else self._render(ask, max_seq_len)
-        assert text is not None
+        parts = [ask.text or ""] if ask.messages is None else self._render(ask, max_seq_len)
+        text = "".join(parts)
         check_length(text, max_seq_len)
-        return tuple(tokenizer.encode(text, ask.add_special_tokens)), text
+        ids = tokenizer.encode(parts[0], ask.add_special_tokens)
+        for part in parts[1:]:
+            ids += tokenizer.encode(part, add_special_tokens=False)
+        return tuple(ids), text
 
-    def _render(self, ask: GenerateInput, max_seq_len: int) -> str:
+    def _render(self, ask: GenerateInput, max_seq_len: int) -> list[str]:
         assert ask.messages is not None
         if self.chat_template is None:
             raise RequestError(
@@ -101,7 +125,7 @@ class GenerationPipeline:
                 "messages",
             )
         max_chars = max_seq_len * MAX_CHARS_PER_TOKEN
-        return self.chat_template.render(ask.messages, ask.chat, max_chars)
+        return self.chat_template.parts(ask.messages, ask.chat, max_chars)
 
 
 class Reader(Protocol):

@@ -1,9 +1,12 @@
-"""Token deltas of one sample -> its text deltas: detokenise, find stop strings, coalesce.
+"""Token deltas of one sample -> its text deltas: detokenise, find stop strings, coalesce, parse.
 
 Pure: no queue, no event loop, no engine.
 """
 
+from collections.abc import Mapping
+
 from penstock.text.detokenizer import Detokenizer
+from penstock.text.parsed import AnswerParser, Parsed
 from penstock.text.stop_strings import StopStrings
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.outputs import TextDelta, TokenDelta, TokenLogprob
@@ -12,7 +15,10 @@ from penstock.types.sampling import SamplingParams
 
 
 class Sample:
-    """Sends its first token, every `interval`-th and its finish; with None only its finish."""
+    """Sends its first token, every `interval`-th and its finish; with None only its finish.
+
+    `parser` takes thoughts and tool calls out of the text, in which `marks` stand for some tokens.
+    """
 
     def __init__(
         self,
@@ -20,16 +26,21 @@ class Sample:
         sampling: SamplingParams,
         tokenizer: Tokenizer | None,
         interval: int | None,
+        parser: AnswerParser | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         self.is_done = False
         self.is_held = False  # nothing but the finish is sent; `catch_up` sends the rest
         self._index = index
         self._sampling = sampling
         self._interval = interval
+        self._parser = parser
         self._detokenizer: Detokenizer | None = None
         self._stops: StopStrings | None = None
         if tokenizer is not None and (sampling.detokenize or sampling.stop):
-            self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
+            self._detokenizer = Detokenizer(
+                tokenizer, sampling.skip_special_tokens, None if parser is None else marks
+            )
         if sampling.stop:
             self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._num_tokens = 0
@@ -74,8 +85,9 @@ class Sample:
         for num_kept, token_id in enumerate(ids, start=1):
             text = self._detokenizer.push((token_id,))
             self._num_tokens += 1
-            may_stop = self._num_tokens > self._sampling.min_tokens
-            self._text.append(stops.push(text) if may_stop else text)
+            is_searched = self._parser is None or self._parser.is_searched(text)
+            may_stop = is_searched and self._num_tokens > self._sampling.min_tokens
+            self._text.append(stops.push(text) if may_stop else stops.finish() + text)
             if stops.found is not None:
                 return ids[:num_kept]
         if is_last:
@@ -95,9 +107,12 @@ class Sample:
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> TextDelta:
+        parsed = self._parse(is_last=finish is not None) if self._sampling.detokenize else Parsed()
         sent = TextDelta(
             index=self._index,
-            text=self._take_text(is_last=finish is not None) if self._sampling.detokenize else "",
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
             token_ids=tuple(self._ids),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
@@ -112,6 +127,13 @@ class Sample:
         for pending in (self._text, self._ids, self._logprobs, self._prompt_logprobs):
             pending.clear()
         return sent
+
+    def _parse(self, is_last: bool) -> Parsed:
+        text = self._take_text(is_last)
+        if self._parser is None:
+            return Parsed(text=text)
+        parsed = self._parser.push(text)
+        return parsed.joined(self._parser.finish()) if is_last else parsed
 
     def _take_text(self, is_last: bool) -> str:
         if self._stops is not None:

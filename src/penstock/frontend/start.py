@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from penstock.config.schema import EngineConfig
@@ -14,6 +14,8 @@ from penstock.frontend.pipeline import GenerationPipeline
 from penstock.hub.folder import local_folder
 from penstock.ipc.channel import folder_of
 from penstock.text.chat import ChatTemplate, read_chat_template
+from penstock.text.dialect import Dialect, choose_dialect
+from penstock.text.harmony_prompt import HarmonyTemplate, is_gpt_oss
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -82,23 +84,34 @@ async def stop_pipeline(pipeline: GenerationPipeline, handle: EngineHandle) -> N
 async def _connect(
     client: EngineClient, config: EngineConfig, folder: Path | None
 ) -> GenerationPipeline:
-    (tokenizer, template), _ = await asyncio.gather(
-        asyncio.to_thread(load_text_side, folder, config.chat_template), client.start()
+    (tokenizer, template, dialect), _ = await asyncio.gather(
+        asyncio.to_thread(load_text_side, folder, config), client.start()
     )
-    return GenerationPipeline(client, tokenizer, template, config.stream_interval)
+    return GenerationPipeline(client, tokenizer, template, config.stream_interval, dialect)
 
 
 def load_text_side(
-    folder: Path | None, chat_template: str | None
-) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and chat template of a folder; a given `chat_template` beats its own."""
+    folder: Path | None, config: EngineConfig
+) -> tuple[Tokenizer | None, ChatTemplate | HarmonyTemplate | None, Dialect]:
+    """Tokenizer and chat template of a folder, and how its answers are read."""
     if folder is None:
-        return None, None
+        return None, None, Dialect()
     tokenizer = Tokenizer.from_folder(folder)
     templates = tokenizer.chat_templates
-    if chat_template is not None:
-        templates = {"default": read_chat_template(chat_template)}
-    return tokenizer, ChatTemplate(templates, tokenizer.special_tokens) if templates else None
+    if config.chat_template is not None:  # beats the model's own
+        templates = {"default": read_chat_template(config.chat_template)}
+    dialect = choose_dialect(
+        tokenizer, templates.values(), config.reasoning_parser, config.tool_parser
+    )
+    return tokenizer, _chat_template(tokenizer, templates, config.chat_template is None), dialect
+
+
+def _chat_template(
+    tokenizer: Tokenizer, templates: Mapping[str, str], is_own: bool
+) -> ChatTemplate | HarmonyTemplate | None:
+    if is_own and any(map(is_gpt_oss, templates.values())):
+        return HarmonyTemplate()
+    return ChatTemplate(templates, tokenizer.special_tokens) if templates else None
 
 
 def tokenizer_folder(config: EngineConfig) -> Path | None:

@@ -162,6 +162,8 @@ def _joined(parts: Sequence[TextDelta]) -> TextDelta:
     return TextDelta(
         index=last.index,
         text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        tool_calls=tuple(chain.from_iterable(part.tool_calls for part in parts)),
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),

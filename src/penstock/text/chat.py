@@ -67,27 +67,19 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_chars: int
     ) -> str:
         """The prompt; `RequestError` if the template refuses or it grows over `max_chars`."""
-        if not messages:
-            raise RequestError("invalid_value", "messages is empty; send at least one", "messages")
-        if options.continue_final_message and options.add_generation_prompt:
-            raise RequestError(
-                "invalid_value",
-                "continue_final_message needs add_generation_prompt: false; a prompt continues the "
-                "last message or starts a new one, not both",
-                "continue_final_message",
-            )
-        if clash := _RESERVED & options.template_kwargs.keys():
-            raise RequestError(
-                "invalid_value",
-                f"chat_template_kwargs may not set '{min(clash)}'; it has a field of its own",
-                "chat_template_kwargs",
-            )
+        check_options(messages, options)
         name = self._choose(options)
-        plain = [_plain_message(message, self._wants_text_arguments[name]) for message in messages]
+        plain = [plain_message(message, self._wants_text_arguments[name]) for message in messages]
         if options.continue_final_message:
             plain[-1]["content"] = _content_to_continue(plain[-1]) + _END_MARK
         text = self._render(self._compiled[name], plain, options, max_chars)
         return _cut_at_mark(text) if options.continue_final_message else text
+
+    def parts(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_chars: int
+    ) -> list[str]:
+        """The prompt as it is tokenised: in one piece."""
+        return [self.render(messages, options, max_chars)]
 
     def _choose(self, options: ChatOptions) -> str:
         if options.tools and "tool_use" in self._compiled:
@@ -121,13 +113,7 @@ class ChatTemplate:
             raise RequestError(
                 "invalid_value", f"the chat template refuses these messages: {error}", "messages"
             ) from error
-        if num_chars > max_chars:
-            raise RequestError(
-                "context_length_exceeded",
-                f"the rendered messages have more than {max_chars} characters; shorten them or "
-                "raise max_seq_len",
-                "messages",
-            )
+        check_size(num_chars, max_chars)
         return "".join(parts)
 
     def _renders_only_text_arguments(self, template: jinja2.Template) -> bool:
@@ -151,6 +137,34 @@ class ChatTemplate:
         except RequestError:
             return False
         return True
+
+
+def check_options(messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> None:
+    if not messages:
+        raise RequestError("invalid_value", "messages is empty; send at least one", "messages")
+    if options.continue_final_message and options.add_generation_prompt:
+        raise RequestError(
+            "invalid_value",
+            "continue_final_message needs add_generation_prompt: false; a prompt continues the "
+            "last message or starts a new one, not both",
+            "continue_final_message",
+        )
+    if clash := _RESERVED & options.template_kwargs.keys():
+        raise RequestError(
+            "invalid_value",
+            f"chat_template_kwargs may not set '{min(clash)}'; it has a field of its own",
+            "chat_template_kwargs",
+        )
+
+
+def check_size(num_chars: int, max_chars: int) -> None:
+    if num_chars > max_chars:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the rendered messages have more than {max_chars} characters; shorten them or "
+            "raise max_seq_len",
+            "messages",
+        )
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -191,7 +205,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _plain_message(message: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
     """A copy with the content as text and tool-call arguments in the form the template expects."""
     plain = dict(message)
     if not isinstance(plain.get("role"), str):

@@ -7,7 +7,7 @@ the whole run of byte tokens.
 """
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 from penstock.text.tokenizer import Tokenizer
 
@@ -15,14 +15,32 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    """`marks`: tokens that stand for a text of their own, shown even if they are special."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        marks: Mapping[int, str] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._marks = marks or {}
         self._utf8 = _UTF8(errors="replace")
         self._at_start = True
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """The text that is certain now."""
+        if not self._marks or self._marks.keys().isdisjoint(ids):
+            return self._push_words(ids)
+        text, start = [], 0
+        for at, token_id in enumerate(ids):
+            if (mark := self._marks.get(token_id)) is not None:
+                text += [self._push_words(ids[start:at]), self.finish(), mark]
+                start = at + 1
+        return "".join(text) + self._push_words(ids[start:])
+
+    def _push_words(self, ids: Sequence[int]) -> str:
         piece_of, skipped = self._tokenizer.token_bytes, self._skipped
         pieces = [piece_of(token_id) for token_id in ids if token_id not in skipped]
         if self._at_start:

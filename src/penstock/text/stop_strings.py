@@ -6,13 +6,14 @@ those the one that began first. Knows text only.
 
 from collections.abc import Sequence
 
+from penstock.text.marks import first_possible_start
+
 
 class StopStrings:
     """`push` returns text that is safe to show; once `found` is set, the rest is dropped."""
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._include = include_in_output
         self._held = ""
         self.found: str | None = None
@@ -28,7 +29,7 @@ class StopStrings:
             end, start, self.found = min(matches)
             self._held = ""
             return text[: end if self._include else start]
-        safe = self._first_possible_start(text)
+        safe = first_possible_start(text, self._stops)
         self._held = text[safe:]
         return text[:safe]
 
@@ -36,11 +37,3 @@ class StopStrings:
         """The text held back for a stop string that never came."""
         held, self._held = self._held, ""
         return held
-
-    def _first_possible_start(self, text: str) -> int:
-        """Where the longest tail of `text` that begins a stop string starts."""
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            tail = text[at:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return at
-        return len(text)

@@ -54,9 +54,9 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        self.bos_id = self._id_of("bos_token")
-        self.pad_id = self._id_of("pad_token")
-        eos_id = self._id_of("eos_token")
+        self.bos_id = self._named_id("bos_token")
+        self.pad_id = self._named_id("pad_token")
+        eos_id = self._named_id("eos_token")
         own_eos = () if eos_id is None else (eos_id,)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*own_eos, *extra_eos_ids)))
         self._rule = piece_rule(_decoder_of(backend))
@@ -116,14 +116,18 @@ class Tokenizer:
             piece = self._pieces[token_id] = b"" if token is None else self._rule.to_bytes(token)
         return piece
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def trim_first(self, piece: bytes) -> bytes:
         """What a text's first piece keeps: sentencepiece-style decoders cut its leading blank."""
         return self._rule.first(piece)
 
-    def _id_of(self, name: str) -> int | None:
+    def _named_id(self, name: str) -> int | None:
         content = self.special_tokens.get(name)
-        token_id: int | None = None if content is None else self._backend.token_to_id(content)
-        return token_id
+        return None if content is None else self.id_of(content)
 
 
 def check_length(text: str, max_seq_len: int) -> None:

@@ -41,6 +41,34 @@ class QuantSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention: keys and values of all heads follow from one small vector."""
+
+    kv_rank: int  # size of that vector
+    q_rank: int | None  # of the one that queries follow from; None: they have none
+    nope_size: int  # channels of a head's query and key that are not rotated
+    rope_size: int  # those that are; all heads share their key
+    value_size: int
+    is_interleaved: bool  # channels 2i and 2i + 1 are rotated together, not i and i + half
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """Layers of experts, of which each token uses `num_active`."""
+
+    layers: tuple[bool, ...]  # one per layer: whether it is one of them
+    num_experts: int
+    num_active: int
+    inner_size: int
+    renormalize: bool = False  # weights of a token's experts sum to one
+    score: str = "softmax"  # or "sigmoid"
+    scale: float = 1.0
+    num_groups: int = 1  # experts come from the best `num_active_groups` of these
+    num_active_groups: int = 1
+    shared_size: int = 0  # of the expert that every token goes through; 0: there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     architecture: str  # "LlamaForCausalLM"
     model_type: str  # "llama"
@@ -60,6 +88,8 @@ class ModelSpec:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    latent: LatentSpec | None = None  # with it, `head_size` is that of the rotated part
+    num_draft_layers: int = 0  # behind the others, to predict more than one token
     window: int | None = None
     layer_windows: tuple[int | None, ...] = ()  # one per layer: None = full attention
     dtype: str = "bfloat16"  # as the checkpoint says
@@ -67,6 +97,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     quantization: QuantSpec | None = None
+    moe: MoeSpec | None = None
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens this layer's attention sees, itself included; None: all of them."""

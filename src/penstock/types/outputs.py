@@ -38,11 +38,25 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     error: str | None = None  # with FinishReason.ERROR: what went wrong, for the user
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """News of one tool call: `id` and `name` come once and first, `arguments` in pieces."""
+
+    index: int  # among the calls of its sample
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """New text of one sample, after detokenisation and stop strings."""
+    """New text of one sample, after detokenisation and stop strings.
+
+    Where the answer is parsed, `text` is what the user is to read, without thoughts and calls.
+    """
 
     index: int
     text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -64,11 +78,20 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON text as the model wrote it, which may be broken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One finished sample."""
+    """One finished sample; `reasoning` and `tool_calls` are taken out of the text by `LLM.chat`."""
 
     index: int
     text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None = None

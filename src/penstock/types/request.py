@@ -34,6 +34,7 @@ class GenerateInput:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     chat: ChatOptions = ChatOptions()
+    parse_answer: bool = False  # take thoughts and tool calls out of the text
     sampling: SamplingParams = SamplingParams()
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None

@@ -147,6 +147,35 @@ def test_commands(server, monkeypatch, capsys):
     assert "/reset" in err
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [(Terminal(), "\x1b[2mso I\x1b[22m\n\nYes, no"), (io.StringIO(), "so I\n\nYes, no")],
+)
+def test_thoughts_are_dim_on_a_terminal_and_not_kept(server, out, expected):
+    deltas = [
+        *({"role": "assistant", "content": ""}, {"reasoning_content": "so "}),
+        *({"reasoning_content": "I"}, {"content": "Yes"}, {"content": ", no"}),
+    ]
+    server.events = [f"data: {json.dumps({'choices': [{'delta': one}]})}\n\n" for one in deltas]
+    conversation = chat.Conversation(chat.Server(server.url, None), "m", None)
+    conversation.turn("hi", out)
+    assert out.getvalue() == expected
+    assert conversation.messages[-1] == {"role": "assistant", "content": "Yes, no"}
+
+
+def test_the_terminal_is_normal_again_when_only_thoughts_came(server):
+    delta = {"reasoning_content": "so"}
+    server.events = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n"]
+    out = Terminal()
+    chat.Conversation(chat.Server(server.url, None), "m", None).turn("hi", out)
+    assert out.getvalue() == "\x1b[2mso\x1b[22m"
+
+
 def test_no_server_is_said_plainly():
     with pytest.raises(chat.ChatError, match=r"no server at http://127.0.0.1:9; start one with"):
         chat.run(arguments("127.0.0.1:9"))

@@ -141,5 +141,7 @@ def test_flags_that_would_change_what_is_served_are_refused(argv, reason):
 def test_flags_without_effect_give_a_line_each_and_harmless_values_none():
     values, warnings = settings(parse("m", "--backend", "pytorch", "--no-telemetry"))
     assert (values, warnings) == ({"model": "m"}, [])
-    _, warnings = settings(parse("m", "--backend", "tensorrt", "--tool_parser", "qwen3"))
-    assert [line.split(" is ignored: ")[0] for line in warnings] == ["--backend", "--tool_parser"]
+    flags = ("--backend", "tensorrt", "--generation_config", "own")
+    _, warnings = settings(parse("m", *flags))
+    ignored = [line.split(" is ignored: ")[0] for line in warnings]
+    assert ignored == ["--backend", "--generation_config"]

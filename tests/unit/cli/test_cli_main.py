@@ -32,7 +32,8 @@ def call(entry, *argv: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["serve", "--help"], ["eval", "--help"], ["--version"]]
+    "command",
+    [["--help"], ["serve", "--help"], ["eval", "--help"], ["tune", "--help"], ["--version"]],
 )
 def test_help_needs_little_and_is_quick(command):
     program = [sys.executable, "-X", "importtime", "-m", "penstock", *command]

@@ -6,7 +6,7 @@ from penstock.config.resolve import resolve
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import ModelSpec, QuantSpec, RopeSpec
+from penstock.types.model_spec import ModelSpec, MoeSpec, QuantSpec, RopeSpec
 
 GIB = 2**30
 
@@ -287,3 +287,36 @@ def test_a_cpu_pool_of_so_many_tokens_is_smaller_in_8_bit_floats():
         for dtype in ("auto", "fp8")
     ]
     assert pools[0] == 4 * pools[1] == 101 * 32 * 4 * 2 * 2 * 64 * 4
+
+
+EXPERTS = MoeSpec(layers=(True,) * 4, num_experts=8, num_active=2, inner_size=64)
+NO_TRITON = make_device(triton_version=None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "expected", "why"),
+    [
+        (GPU, "AUTO", "triton", "preferred on sm_90"),
+        (GPU, "TRITON", "triton", "preferred on sm_90"),
+        *(
+            (GPU, name, "triton", f"preferred on sm_90; stands in for {name}")
+            for name in ("CUTLASS", "TRTLLM", "DEEPGEMM", "WIDEEP", "CUTEDSL", "DENSEGEMM")
+        ),
+        (GPU, "VANILLA", "reference", "set by moe_config.backend"),
+        (NO_TRITON, "CUTLASS", "reference", "the triton package is not installed; stands in"),
+        (CPU, "AUTO", "torch", "preferred on a CPU"),
+        (CPU, "TRITON", "torch", "preferred on a CPU; stands in for TRITON"),
+        (CPU, "VANILLA", "reference", "set by moe_config.backend"),
+    ],
+)
+def test_every_expert_backend_becomes_one_that_is_there(machine, asked, expected, why):
+    settings = {"moe_config": {"backend": asked, "max_num_tokens": 3200}}
+    config = run(machine, make_spec(moe=EXPERTS), **settings)
+    assert (config.moe_backend, config.moe_max_tokens) == (expected, 3200)
+    assert reason(config, "moe_backend").startswith(why)
+
+
+def test_a_model_without_experts_has_no_expert_backend():
+    config = run(GPU, moe_config={"backend": "CUTLASS"})
+    assert config.moe_backend == "none"
+    assert "moe_backend" not in {choice.name for choice in config.choices}

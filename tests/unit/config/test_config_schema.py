@@ -185,7 +185,7 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
     with caplog.at_level(logging.WARNING):
         config = EngineConfig(
             enable_attention_dp=True,
-            moe_config={"backend": "CUTLASS", "max_num_tokens": 3200},
+            moe_config={"backend": "WIDEEP", "load_balancer": {"num_slots": 288}},
             kv_cache_config={"dtype": "nvfp4", "host_cache_size": 10},
             trust_remote_code=True,
             use_cute_dsl_blockscaling_mm=True,
@@ -193,7 +193,7 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
     starts = [line.partition(" is ignored: ")[0] for line in caplog.messages]
     assert starts == [
         "enable_attention_dp",
-        "moe_config",
+        "moe_config.load_balancer",
         "kv_cache_config.dtype: nvfp4",
         "kv_cache_config.host_cache_size",
         "trust_remote_code",

@@ -1,10 +1,14 @@
 """One sample's tokens become text deltas: coalesced, stopped, cut."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.config.schema import EngineConfig
 from penstock.frontend.sample import Sample
+from penstock.frontend.start import load_text_side
 from penstock.types.outputs import TokenDelta, TokenLogprob
 from penstock.types.request import FinishReason
 from penstock.types.sampling import SamplingParams
@@ -12,7 +16,8 @@ from penstock.types.sampling import SamplingParams
 
 def feed(tokenizer, ids, interval=1, sizes=(), finish=FinishReason.LENGTH, stop_id=None, **params):
     """Text deltas of a sample that gets `ids` in pieces of `sizes` (then of one)."""
-    sample = Sample(0, SamplingParams(**params), tokenizer, interval)
+    reading = params.pop("reading", ())
+    sample = Sample(0, SamplingParams(**params), tokenizer, interval, *reading)
     ids, sizes, sent = list(ids), list(sizes), []
     while not sample.is_done:
         size = sizes.pop(0) if sizes else 1
@@ -110,3 +115,34 @@ def test_error_and_prompt_news_are_passed_on(tokenizer):
     assert (first.index, first.num_cached_tokens, len(first.prompt_logprobs)) == (3, 16, 1)
     last = sample.push(TokenDelta(request_id=0, finish=FinishReason.ERROR, error="broken"))
     assert (last.finish, last.error, last.num_cached_tokens) == (FinishReason.ERROR, "broken", 0)
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>final thoughts<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>One. Two."
+)
+
+
+@pytest.mark.parametrize("interval", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ((), ("final thoughts", "One. Two.")),
+        # headers are not searched: neither "final" there nor "assistant" is found
+        (("assistant",), ("final thoughts", "One. Two.")),
+        (("al tho",), ("fin", "")),
+        (("ts", "One"), ("final though", "")),
+        ((". T",), ("final thoughts", "One")),
+        (("s<", "Two.!"), ("final thoughts", "One. Two.")),
+    ],
+)
+def test_stop_strings_count_in_messages_of_harmony_only(interval, stop, expected):
+    folder = Path(__file__).parents[2] / "siblings" / "gpt_oss"
+    tokenizer, _, dialect = load_text_side(folder, EngineConfig(model=str(folder)))
+    ids = ids_of(tokenizer, HARMONY)
+    reading = (dialect.parser(""), dialect.marks)
+    sent = feed(tokenizer, ids, interval, stop=stop, reading=reading)
+    said = "".join(delta.reasoning for delta in sent), "".join(delta.text for delta in sent)
+    assert said == expected
+    kept = [token_id for delta in sent for token_id in delta.token_ids]
+    assert kept == ids[: len(kept)] and sent[-1].finish is not None

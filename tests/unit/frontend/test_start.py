@@ -128,5 +128,6 @@ def test_a_given_template_beats_the_folders_own(tmp_path):
     messages = [{"role": "user", "content": "x"}]
     options = GenerateInput(text="").chat
     for given, expected in ((None, "own"), ("{{ 1 + 1 }}", "2")):
-        _, template = load_text_side(folder, given)
+        config = EngineConfig(model=str(folder), chat_template=given)
+        _, template, _ = load_text_side(folder, config)
         assert template.render(messages, options, 100) == expected

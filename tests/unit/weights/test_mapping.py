@@ -1,6 +1,15 @@
 """Checkpoint names become parameter names by whole words."""
 
-from penstock.weights.mapping import DECODER_NAMES, Target, fuse, rename, rules, skip
+from penstock.weights.mapping import (
+    DECODER_NAMES,
+    MOE_NAMES,
+    Target,
+    fuse,
+    rename,
+    rules,
+    skip,
+    stack,
+)
 
 RULES = DECODER_NAMES + rules(
     fuse("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -54,3 +63,45 @@ def test_the_name_of_a_target_in_the_checkpoint_is_found_backwards():
         "model.layers.0.mlp.down_proj.weight",
     ]
     assert [RULES.source(RULES.target(name)) for name in names] == names
+
+
+MOE = DECODER_NAMES + MOE_NAMES + rules(fuse("gate_up_proj", ("gate_proj", "up_proj")))
+
+
+def test_numbered_tensors_are_stacked_by_number_then_by_part():
+    found = [
+        MOE.target(f"model.layers.2.mlp.experts.{number}.{part}_proj.weight")
+        for number in (0, 11)
+        for part in ("gate", "up", "down")
+    ]
+    assert found == [
+        Target("layers.2.mlp.experts.gate_up.weight", 0),
+        Target("layers.2.mlp.experts.gate_up.weight", 1),
+        Target("layers.2.mlp.experts.down.weight", 0),
+        Target("layers.2.mlp.experts.gate_up.weight", 22),
+        Target("layers.2.mlp.experts.gate_up.weight", 23),
+        Target("layers.2.mlp.experts.down.weight", 11),
+    ]
+
+
+def test_only_numbers_and_whole_words_are_stacked():
+    table = rules(stack("experts", "all", ("a", "b")))
+    for name in ("experts.x.a", "my_experts.1.a", "experts.1.ab", "experts.a", "experts.1.c.a"):
+        assert table.target(name) == Target(name)
+    assert table.target("experts.1.b") == Target("experts.all", 3)
+
+
+def test_names_around_experts_are_found_in_both_directions():
+    names = {
+        "model.layers.0.mlp.gate.weight": "layers.0.mlp.router.weight",
+        "model.layers.0.mlp.gate.e_score_correction_bias": "layers.0.mlp.router.correction_bias",
+        "model.layers.0.mlp.shared_expert_gate.weight": "layers.0.mlp.shared_gate",
+        "model.layers.0.mlp.shared_expert.up_proj.bias": "layers.0.mlp.shared.gate_up_proj.bias",
+        "model.layers.0.mlp.up_proj.weight": "layers.0.mlp.gate_up_proj.weight",
+        "model.layers.0.mlp.experts.7.up_proj.weight": "layers.0.mlp.experts.gate_up.weight",
+        "model.layers.0.mlp.experts.7.down_proj.weight": "layers.0.mlp.experts.down.weight",
+    }
+    for name, parameter in names.items():
+        target = MOE.target(name)
+        assert target.parameter == parameter
+        assert MOE.source(target) == name

@@ -1,11 +1,13 @@
 """`POST /v1/chat/completions`: messages in, the assistant's message out, whole or as a stream."""
 
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,12 +22,18 @@ from penstock.server.openai.reply import (
     ChatDelta,
     ChatMessage,
     ChatReply,
+    Function,
+    FunctionDelta,
+    ToolCall,
+    ToolCallChunk,
     Usage,
     new_id,
 )
 from penstock.server.sse import EventStream, TextEvents, event, until_disconnect
 from penstock.server.state import ServerState, state_of
-from penstock.types.outputs import TextDelta, TokenLogprob
+from penstock.text.tools.calls import joined
+from penstock.types.outputs import TextDelta, TokenLogprob, ToolCallDelta
+from penstock.types.request import FinishReason
 
 
 async def chat_completions(request: Request) -> Response | EventStream:
@@ -54,10 +62,13 @@ class Answer:
         self._model = state.model_name if asked.model is None else asked.model
         self._echo = _echo(asked)
         self._shows_ids = not asked.detokenize or state.pipeline.tokenizer is None
-        # Between its first and its last, an event brings text and nothing else.
+        # Between its first and its last, an event mostly brings text and nothing else.
         self._is_plain = not (asked.streams_usage_always or asked.logprobs or self._shows_ids)
         self._text_events: dict[int, TextEvents] = {}  # by sample, once it has begun
+        self._thought_events: dict[int, TextEvents] = {}
         self._begun: set[int] = set()
+        self._callers: set[int] = set()  # samples that have called a tool
+        self._max_calls = 1 if asked.parallel_tool_calls is False else None
         self._prompt_entries: list[TokenLogprob] = []
 
     async def whole(self) -> ChatReply:
@@ -72,12 +83,20 @@ class Answer:
         )
 
     def _choice(self, sample: TextDelta) -> ChatChoice:
-        assert sample.finish is not None
+        calls = [
+            ToolCall(id=call.id, function=Function(name=call.name, arguments=call.arguments))
+            for call in joined(sample.tool_calls)[: self._max_calls]
+        ]
+        text = self._echo + sample.text
         return ChatChoice(
             index=sample.index,
-            message=ChatMessage(content=self._echo + sample.text),
+            message=ChatMessage(
+                content=None if calls and not text else text,
+                reasoning_content=sample.reasoning or None,
+                tool_calls=calls,
+            ),
             logprobs=chat_logprobs(sample.logprobs, self._names) if self._asked.logprobs else None,
-            finish_reason=sample.finish.value,
+            finish_reason=_finish_reason(sample, bool(calls)),
             stop_reason=sample.stop_reason,
             avg_decoded_tokens_per_iter=1.0,
             token_ids=list(sample.token_ids) if self._shows_ids else UNSET,
@@ -85,30 +104,52 @@ class Answer:
 
     def event(self, prompt: int, delta: TextDelta) -> bytes:
         index = delta.index
-        if delta.finish is None and (plain := self._text_events.get(index)) is not None:
-            return plain.event(delta.text) if delta.text else b""
+        if delta.finish is None and not delta.tool_calls and index in self._text_events:
+            thought = self._thought_events[index].event(delta.reasoning) if delta.reasoning else b""
+            return thought + self._text_events[index].event(delta.text) if delta.text else thought
         if index == 0:
             self._prompt_entries += delta.prompt_logprobs
         data = b""
         if index not in self._begun and (delta.token_ids or delta.finish is not None):
             # The role goes out with the first token, so that a client sees when that was.
             data = self._opening(index)
-        if delta.text or delta.finish is not None or self._carries_tokens(delta):
-            data += self._event([self._chunk_choice(delta)])
+        calls = self._call_chunks(delta)
+        if calls and (delta.reasoning or delta.text):
+            # Text comes before calls, and a call's name before its arguments: an event each.
+            said = _chat_delta(delta)
+            data += self._event([ChatChunkChoice(index=index, delta=said)])
+            delta = replace(delta, text="", reasoning="")
+        for call in calls[:-1]:
+            data += self._event([ChatChunkChoice(index=index, delta=ChatDelta(tool_calls=[call]))])
+        is_said = bool(delta.text or delta.reasoning or calls)
+        if is_said or delta.finish is not None or self._carries_tokens(delta):
+            data += self._event([self._chunk_choice(delta, calls[-1:])])
         return data
+
+    def _call_chunks(self, delta: TextDelta) -> list[ToolCallChunk]:
+        chunks: list[ToolCallChunk] = []
+        for call in delta.tool_calls:
+            if self._max_calls is None or call.index < self._max_calls:
+                self._callers.add(delta.index)
+                chunks += _chunks_of(call)
+        return chunks
 
     def _opening(self, index: int) -> bytes:
         self._begun.add(index)
         if self._is_plain:
-            self._text_events[index] = TextEvents(
-                lambda text: self._chunk(
-                    [ChatChunkChoice(index=index, delta=ChatDelta(content=text))]
-                )
+            self._text_events[index] = self._events_of(index, lambda text: ChatDelta(content=text))
+            self._thought_events[index] = self._events_of(
+                index, lambda text: ChatDelta(reasoning_content=text)
             )
         opening = ChatDelta(role="assistant", content=self._echo)
         return self._event(
             [ChatChunkChoice(index=index, delta=opening)],
             prompt=UNSET if index else self._prompt_logprobs(self._prompt_entries),
+        )
+
+    def _events_of(self, index: int, delta_of: Callable[[str], ChatDelta]) -> TextEvents:
+        return TextEvents(
+            lambda text: self._chunk([ChatChunkChoice(index=index, delta=delta_of(text))])
         )
 
     def last_event(self) -> bytes:
@@ -119,16 +160,16 @@ class Answer:
     def _carries_tokens(self, delta: TextDelta) -> bool:
         return bool(delta.token_ids) and (self._asked.logprobs or self._shows_ids)
 
-    def _chunk_choice(self, delta: TextDelta) -> ChatChunkChoice:
-        choice = ChatChunkChoice(index=delta.index, delta=ChatDelta())
-        if delta.text:
-            choice.delta.content = delta.text
+    def _chunk_choice(self, delta: TextDelta, calls: list[ToolCallChunk]) -> ChatChunkChoice:
+        choice = ChatChunkChoice(index=delta.index, delta=_chat_delta(delta))
+        if calls:
+            choice.delta.tool_calls = calls
         if self._asked.logprobs and delta.logprobs:
             choice.logprobs = chat_logprobs(delta.logprobs, self._names)
         if self._shows_ids:
             choice.token_ids = list(delta.token_ids)
         if delta.finish is not None:
-            choice.finish_reason = delta.finish.value
+            choice.finish_reason = _finish_reason(delta, delta.index in self._callers)
             choice.avg_decoded_tokens_per_iter = 1.0
             if delta.stop_reason is not None:
                 choice.stop_reason = delta.stop_reason
@@ -163,6 +204,31 @@ class Answer:
         if self._asked.prompt_logprobs is None:
             return UNSET
         return prompt_logprobs(entries, self._names)
+
+
+def _chat_delta(delta: TextDelta) -> ChatDelta:
+    return ChatDelta(content=delta.text or UNSET, reasoning_content=delta.reasoning or UNSET)
+
+
+def _chunks_of(call: ToolCallDelta) -> list[ToolCallChunk]:
+    chunks = []
+    if call.name:
+        opening = FunctionDelta(name=call.name, arguments="")
+        chunks.append(
+            ToolCallChunk(index=call.index, id=call.id, type="function", function=opening)
+        )
+    if call.arguments:
+        chunks.append(
+            ToolCallChunk(index=call.index, function=FunctionDelta(arguments=call.arguments))
+        )
+    return chunks
+
+
+def _finish_reason(delta: TextDelta, has_called: bool) -> str:
+    assert delta.finish is not None
+    if has_called and delta.finish is FinishReason.STOP:
+        return "tool_calls"
+    return delta.finish.value
 
 
 def _echo(asked: ChatRequest) -> str:

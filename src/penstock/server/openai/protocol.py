@@ -317,7 +317,28 @@ def _check_part(part: Any, where: str) -> None:
         )
 
 
+def _tools(value: Any) -> Any:
+    for index, tool in enumerate(value if isinstance(value, list) else ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise RequestError(
+                "invalid_value",
+                f"tools[{index}] is {_shown(tool)}: it must be "
+                '{"type": "function", "function": {...}}',
+                f"tools[{index}]",
+            )
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise RequestError(
+                "missing_field",
+                f"tools[{index}].function.name is {_shown(name)}, it must be a text",
+                f"tools[{index}].function.name",
+            )
+    return value
+
+
 Messages = Annotated[list[dict[str, Any]], BeforeValidator(_messages)]
+Tools = Annotated[list[dict[str, Any]], BeforeValidator(_tools), Field(max_length=1024)]
 
 
 class ChatRequest(GenerationFields):
@@ -338,7 +359,7 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Int32 | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=1024)
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -372,7 +393,8 @@ class ChatRequest(GenerationFields):
         if self.tool_choice not in (None, "none", "auto"):
             raise RequestError(
                 "unsupported",
-                f"tool_choice is {_shown(self.tool_choice)}: only none and auto are supported",
+                f"tool_choice is {_shown(self.tool_choice)}: a model cannot be made to call a "
+                "tool yet; only none and auto are supported",
                 "tool_choice",
             )
         if self.top_logprobs and not self.logprobs:
@@ -403,6 +425,7 @@ class ChatRequest(GenerationFields):
             token_ids=None if ids is None else tuple(ids),
             messages=tuple(self.messages) if ids is None else None,
             chat=self.chat_options(),
+            parse_answer=True,
             sampling=self.sampling(**changes),
             add_special_tokens=self.add_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -433,7 +456,7 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None  # null: as for generating
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=1024)
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 

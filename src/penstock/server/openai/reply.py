@@ -81,11 +81,22 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChosenToken]
 
 
+class Function(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: Function
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
     reasoning_content: str | None = None
-    tool_calls: list[Any] = []
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -111,9 +122,25 @@ class ChatReply(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[Any] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallChunk(msgspec.Struct, kw_only=True):
+    """The first one of a call has id, type and name; the rest are pieces of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

@@ -1,0 +1,131 @@
+"""Tool calls and thoughts of a real model, as programs with the `openai` package see them.
+
+The built-in model calls tools as Hermes models do and thinks in <think> blocks; its `skills.jsonl`
+says what it can be asked and what it must answer.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from server_process import Server
+
+import penstock
+
+SKILLS = Path(penstock.__file__).parent / "hub" / "tiny" / "skills.jsonl"
+LINES = [json.loads(line) for line in SKILLS.read_text().splitlines()]
+CALLS = [line for line in LINES if line["match"] == "tool_call"][:4]
+THOUGHTS = [line for line in LINES if line["match"] == "thought_answer"][:4]
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with Server("tiny") as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def asked(line: dict) -> dict:
+    body = {"model": "tiny", "messages": line["messages"], "temperature": 0, "max_tokens": 128}
+    if "tools" in line:
+        body["tools"] = line["tools"]
+    return body | {"extra_body": {"chat_template_kwargs": line.get("chat_template_kwargs", {})}}
+
+
+def streamed(client: openai.OpenAI, line: dict, **changes) -> list:
+    with client.chat.completions.create(**asked(line) | changes, stream=True) as chunks:
+        return [chunk.choices[0] for chunk in chunks if chunk.choices]
+
+
+@pytest.mark.parametrize("line", CALLS, ids=range(len(CALLS)))
+def test_a_tool_is_called_whole_and_streamed(client, line):
+    expected = json.loads(line["expected"])
+    [choice] = client.chat.completions.create(**asked(line)).choices
+    [call] = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.type == "function" and call.id.startswith("call_")
+    assert call.function.name == expected["name"]
+    assert json.loads(call.function.arguments) == expected["arguments"]
+
+    choices = streamed(client, line)
+    pieces = [piece for one in choices for piece in one.delta.tool_calls or ()]
+    first, *rest = pieces
+    assert (first.index, first.type, first.function.name) == (0, "function", expected["name"])
+    assert first.id.startswith("call_") and first.function.arguments == ""
+    assert len(rest) > 1, "arguments come as they are written"
+    assert {(one.index, one.id, one.function.name) for one in rest} == {(0, None, None)}
+    assert "".join(one.function.arguments for one in rest) == call.function.arguments
+    assert not any(one.delta.content for one in choices)
+    assert [one.finish_reason for one in choices if one.finish_reason] == ["tool_calls"]
+
+
+def test_a_call_and_its_result_can_be_sent_back(client):
+    line = next(line for line in CALLS if "get_weather" in line["expected"])
+    message = client.chat.completions.create(**asked(line)).choices[0].message
+    city = json.loads(message.tool_calls[0].function.arguments)["city"]
+    result = {
+        "role": "tool",
+        "tool_call_id": message.tool_calls[0].id,
+        "content": '{"degrees": 86}',
+    }
+    tools = [tool for tool in line["tools"] if tool["function"]["name"] == "get_weather"]
+    history = [*line["messages"], message.model_dump(exclude_none=True), result]
+    reply = client.chat.completions.create(**asked(line) | {"messages": history, "tools": tools})
+    assert reply.choices[0].message.content == f"It is 86 degrees in {city}."
+    assert reply.choices[0].finish_reason == "stop" and not reply.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("line", THOUGHTS, ids=range(len(THOUGHTS)))
+def test_thoughts_are_apart_from_the_answer_whole_and_streamed(client, line):
+    reply = client.chat.completions.create(**asked(line))
+    message = reply.choices[0].message
+    assert message.reasoning_content and message.content.endswith(f"Answer: {line['expected']}")
+    assert not any(mark in message.reasoning_content + message.content for mark in MARKS)
+    assert reply.choices[0].finish_reason == "stop"
+
+    choices = streamed(client, line)
+    thoughts = [getattr(one.delta, "reasoning_content", None) or "" for one in choices]
+    said = [one.delta.content or "" for one in choices]
+    assert ("".join(thoughts), "".join(said)) == (message.reasoning_content, message.content)
+    assert max(i for i, text in enumerate(thoughts) if text) < min(
+        i for i, text in enumerate(said) if text
+    )
+
+
+def test_every_token_is_counted_whatever_it_became(client):
+    line = THOUGHTS[0]
+    bare = client.chat.completions.create(**asked(line), logprobs=True)
+    assert bare.usage.completion_tokens == len(bare.choices[0].logprobs.content)
+    written = "".join(entry.token for entry in bare.choices[0].logprobs.content)
+    assert written.startswith("<think>") and "</think>" in written
+
+
+def test_thoughts_that_are_cut_off_are_no_answer(client):
+    [choice] = client.chat.completions.create(**asked(THOUGHTS[0]) | {"max_tokens": 6}).choices
+    assert choice.message.reasoning_content and choice.message.content == ""
+    assert choice.finish_reason == "length"
+
+
+def test_without_tools_nothing_is_looked_for(client):
+    line = {key: value for key, value in CALLS[0].items() if key != "tools"}
+    [choice] = client.chat.completions.create(**asked(line)).choices
+    assert choice.finish_reason == "stop" and not choice.message.tool_calls
+    for choice_of in ("required", {"type": "function", "function": {"name": "f"}}):
+        with pytest.raises(openai.BadRequestError, match="cannot be made to call"):
+            client.chat.completions.create(**asked(CALLS[0]), tool_choice=choice_of)
+
+
+def test_the_parsers_can_be_switched_off():
+    with Server("tiny", "--reasoning_parser", "none", "--tool_parser", "none") as server:
+        for line, mark in ((CALLS[0], "<tool_call>"), (THOUGHTS[0], "</think>")):
+            body = {key: value for key, value in asked(line).items() if key != "extra_body"}
+            body |= line.get("chat_template_kwargs", {}) and {
+                "chat_template_kwargs": line["chat_template_kwargs"]
+            }
+            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+            message = reply["choices"][0]["message"]
+            assert mark in message["content"] and message["reasoning_content"] is None
+            assert message["tool_calls"] == [] and reply["choices"][0]["finish_reason"] == "stop"
