@@ -4,6 +4,7 @@ Input that is not a terminal is read one turn per line, so a conversation can be
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -35,12 +36,22 @@ class Server:
     def __init__(self, url: str, api_key: str | None) -> None:
         url = url if "://" in url else f"http://{url}"
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = self._connect()
+
+    def _connect(self) -> httpx.Client:
+        return httpx.Client(
             base_url=f"{self.url}/v1",
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=self._headers,
             # The first token may take long: the server may be busy, or the prompt be large.
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
         )
+
+    def hang_up(self) -> None:
+        """After Ctrl+C, which may have struck where a connection is left open and forgotten."""
+        self._client.close()
+        self._client = self._connect()
+        gc.collect()
 
     def first_model(self) -> str:
         try:
@@ -124,6 +135,8 @@ class Conversation:
             finish = "stopped"
         finally:
             chunks.close()
+            if finish == "stopped":
+                self._server.hang_up()
             if left_dim := shown.end():
                 out.write(left_dim)
             if answer:
