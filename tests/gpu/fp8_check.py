@@ -13,7 +13,6 @@ floor (an H200 reads 4.52 TB/s and multiplies 1254 TFLOP/s of 8-bit floats).
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("ops", "fixtures", "gpu")]
 
+from kernel_times import time_graph_us  # noqa: E402
 from op_cases import OP_CASES, OpCase  # noqa: E402
 
 from penstock.kernels.fp8 import (  # noqa: E402
@@ -188,30 +188,6 @@ def check_models() -> None:
 # Times
 
 
-def time_us(launches: list[Callable[[], object]], budget_ms: float = 12.0) -> float:
-    """Mean time of one launch when all of them follow each other in one graph."""
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    repeats = max(2, min(50, int(budget_ms / max(start.elapsed_time(end), 1e-3))))
-    start.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats / len(launches) * 1e3
-
-
 def time_matrices() -> None:
     impls = fp8_linear.implementations()
     print(f"\nfp8_linear, us; floor, then {', '.join(impls)} by scales")
@@ -235,7 +211,7 @@ def time_matrices() -> None:
                         continue
                     launches = [lambda a=a, run=impl.run: run(*a) for a in args]
                     try:
-                        times.append(f"{time_us(launches):.1f}")
+                        times.append(f"{time_graph_us(launches):.1f}")
                     except RuntimeError as refused:
                         expect(False, f"{name} {way} {num_tokens}: {str(refused)[:200]}")
                 cells.append(f"m={num_tokens} {floor:.1f}: {' '.join(times)}")
@@ -258,7 +234,7 @@ def time_small_ops() -> None:
         }
         cells = []
         for name, run in ops.items():
-            times = [time_us([lambda s=s, run=run: run(*s)] * 10, 4.0) for s in scalings]
+            times = [time_graph_us([lambda s=s, run=run: run(*s)] * 10, 4.0) for s in scalings]
             cells.append(f"{name} " + " ".join(f"{us:.2f}" for us in times))
         print(f"  {num_tokens:4d} tokens: {'; '.join(cells)}", flush=True)
 

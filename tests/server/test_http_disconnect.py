@@ -58,6 +58,7 @@ def test_a_chat_client_that_leaves_frees_its_request(server):
     wait_for(lambda: server.pipeline.num_open > 0)
     client.close()
     wait_for(lambda: server.pipeline.num_open == 0)
+    assert len(server.pipeline.aborted) == 1
 
 
 def test_a_finished_request_is_not_aborted(server):

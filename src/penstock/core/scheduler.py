@@ -186,8 +186,9 @@ class Scheduler:
 
     def _before_step(self, draft: Draft, seq: Sequence, num_computed: int) -> None:
         assert seq.holder is not None
+        text = seq.tokens[: seq.num_prefill]
         kv = self._kvs[seq.rank]
-        draft.copy(seq.rank, kv.before_step(seq.holder, seq.tokens, num_computed, draft.step_id))
+        draft.copy(seq.rank, kv.before_step(seq.holder, text, num_computed, draft.step_id))
 
     def _admit(self, draft: Draft) -> None:
         for seq in self._waiting:

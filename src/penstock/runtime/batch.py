@@ -99,6 +99,7 @@ class Rows:
         rows = rows_N.long()
         firsts_N = torch.where(is_prompt_N, starts_N, self.lengths_R[rows])
         entries = entries_T.long()
+        rows_T = rows[entries]
         positions_T = (firsts_N[entries] + offsets_T).long()
         input_ids_T = torch.where(
             is_prompt_N[entries], ids_T.long(), self.last_tokens_R[rows][entries]
@@ -108,11 +109,11 @@ class Rows:
         sampling_rows = sampling_L.long()
         return StepInputs(
             batch=self._with_groups(
-                rows[entries],
+                rows_T,
                 ForwardBatch(
                     input_ids_T=input_ids_T,
                     positions_T=positions_T,
-                    slots_T=self._slots(0, rows[entries], positions_T),
+                    slots_T=self._slots(0, rows_T, positions_T),
                     rows_N=rows_N,
                     query_starts_N1=query_starts_N1,
                     kv_lens_N=kv_lens_N,
@@ -146,11 +147,12 @@ class Rows:
         input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
             rows_N, self.last_tokens_R, self.lengths_R, self.block_tables[0], self.block_size
         )
-        self.lengths_R.index_copy_(0, rows_N.long(), kv_lens_N)
+        rows = rows_N.long()
+        self.lengths_R.index_copy_(0, rows, kv_lens_N)
         self.lengths_R[self.padding_row :].zero_()
         num_entries = rows_N.shape[0]
         return self._with_groups(
-            rows_N.long(),
+            rows,
             ForwardBatch(
                 input_ids_T=input_ids_N,
                 positions_T=positions_N,

@@ -451,6 +451,13 @@ def test_a_state_is_taken_over_where_a_copy_was_kept():
     engine.assert_empty()
 
 
+def test_short_chunks_keep_no_more_copies_of_a_state():
+    engine = Engine(num_blocks=40, num_states=9, max_num_tokens=3)
+    engine.submit(tuple(range(20)), max_tokens=3)
+    engine.run_dry()
+    assert engine.kvs[0].groups[1].pool.num_reusable == 3  # after 8, 16 and 20 tokens
+
+
 def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_again():
     engine = Engine(num_blocks=40, depth=4)
     rid = engine.submit((1, 2, 3), max_tokens=8)

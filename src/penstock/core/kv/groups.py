@@ -69,7 +69,7 @@ class CacheGroup(Protocol):
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
     ) -> list[tuple[int, int]]:
-        """Blocks to copy before `step` goes on from the first `num_computed` tokens."""
+        """Blocks to copy before `step` goes on from the first `num_computed` of a text's tokens."""
 
     def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
         """The first `num_computed` tokens are in the cache for good: make their blocks findable."""
@@ -304,7 +304,10 @@ class StateGroup:
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
     ) -> list[tuple[int, int]]:
-        if not self._reuse or num_computed == 0 or self.pool.num_available <= self._max_rows:
+        is_wanted = num_computed % self._interval == 0 or num_computed == len(tokens)
+        if not self._reuse or num_computed == 0 or not is_wanted:
+            return []
+        if self.pool.num_available <= self._max_rows:
             return []
         digest, num_full = table.digests[0], num_computed // self._block_size
         for start in range(0, num_full * self._block_size, self._block_size):

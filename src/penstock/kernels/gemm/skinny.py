@@ -2,8 +2,8 @@
 
 Many small programs, each with a few rows of the matrix, keep the memory busy to the end. Their
 first weights are on the way before the kernel in front of them has finished; that hides a small
-kernel better than taking its work in here, which every program would have to do (norm in front of
-the product, H200, 6144 x 4096: 14.5 us instead of 12.6).
+kernel better than taking its work in here, which every program would have to do (with the norms in
+front of their products a step of Llama-8B took 4.31 instead of 3.93 ms on an H200).
 
 Legend: T tokens, I inputs, O outputs, F features.
 """
