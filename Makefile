@@ -36,16 +36,15 @@ fmt: $(STAMP)  ## format
 	$(BIN)/ruff format .
 
 test-gpu:  ## kernel and engine checks on a CUDA machine, with the python that has torch
-	PYTHONPATH=src $(PYTHON) tests/gpu/kernel_times.py
-	PYTHONPATH=src $(PYTHON) tests/gpu/sampling_check.py
-	PYTHONPATH=src $(PYTHON) tests/gpu/engine_check.py
-	PYTHONPATH=src $(PYTHON) tests/gpu/tp_check.py
-	PYTHONPATH=src $(PYTHON) tests/gpu/http_check.py
+	PYTHONPATH=src $(PYTHON) tests/gpu/all.py $(ARGS)
+
+test-recipes:  ## the recipes' servers on a CUDA machine: whole models with random weights
+	PYTHONPATH=src $(PYTHON) tests/gpu/recipes_check.py $(ARGS)
 
 bench:  ## engine speed on a CUDA machine: TPOT, 32 and 256 requests, start-up
-	PYTHONPATH=src $(PYTHON) benchmarks/dense.py $(ARGS)
+	PYTHONPATH=src $(PYTHON) benchmarks/table.py $(ARGS)
 
 docs: $(STAMP)  ## regenerate docs/config.md from the schema
 	$(BIN)/python tools/gen_config_docs.py
 
-.PHONY: help setup serve test check fmt test-gpu bench docs
+.PHONY: help setup serve test check fmt test-gpu test-recipes bench docs

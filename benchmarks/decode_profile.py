@@ -7,6 +7,7 @@ runs. Exclusive times and idle time sum up to the step in the trace. The wall ti
 without the profiler.
 """
 
+import gc
 import re
 import sys
 import time
@@ -16,14 +17,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from floors import Floors
+from floors import Floors, Matrix, floors_of
 from shapes import ROWS, Row, model_folder, prompts
+from touched import count_touched
 
 if TYPE_CHECKING:
     from local_engine import LocalEngine
 
 FIRST_KERNEL = "_decode_inputs"  # of every decode step
-PRODUCT = re.compile(r"^_gemv|^_fp8_linear|nvjet|gemm|cutlass|wgmma", re.IGNORECASE)
+PRODUCT = re.compile(r"gemv|^_fp8_linear|nvjet|gemm|cutlass|wgmma", re.IGNORECASE)
+# Kernels of experts, by a part of their name, and the matrices of an expert that they read.
+EXPERT_KERNELS = {
+    "_gate_up": ("gate_up",),
+    "_down": ("down",),
+    "_grouped": ("gate_up", "down"),
+    "_experts": ("gate_up", "down"),
+}
+# Kernels that read what sequences remember.
+MEMORY_KERNELS = ("_decode", "_mla_decode", "_step")
 NUM_TURNS = 60  # of the engine's loop, at most one step each
 NUM_SHOWN = 24
 
@@ -68,14 +79,13 @@ def whole_steps(spans: Iterable[Span]) -> list[list[Span]]:
     return steps[:-1]
 
 
-def labels(step: Sequence[Span], num_layers: int, matrices: Sequence[str]) -> list[str]:
+def labels(step: Sequence[Span], floors: Floors) -> list[str]:
     """Names of the kernels; products with the matrix, if their number is the expected one."""
     products = [i for i, span in enumerate(step) if PRODUCT.search(span.name)]
     names = [short(span.name) for span in step]
-    if len(products) == num_layers * len(matrices) + 1:
-        for nth, i in enumerate(products[:-1]):
-            names[i] = f"{matrices[nth % len(matrices)]}: {names[i]}"
-        names[products[-1]] = f"head: {names[products[-1]]}"
+    if len(products) == len(floors.matrices):
+        for i, matrix in zip(products, floors.matrices, strict=True):
+            names[i] = f"{matrix.name}: {names[i]}"
     return names
 
 
@@ -89,42 +99,51 @@ def lines_of(spans: Iterable[Span], floors: Floors, batch: int, context: float) 
     """Means over the whole steps in `spans`, by exclusive time."""
     steps = whole_steps(spans)
     assert steps, f"no two {FIRST_KERNEL} in the trace"
-    names = [matrix.name for matrix in floors.layer]
     lines: dict[str, Line] = defaultdict(lambda: Line(""))
     every = [span for step in steps for span in step]
     alone = iter(exclusive(every))
     for step in steps:
-        for span, label in zip(step, labels(step, floors.num_layers, names), strict=True):
+        for span, label in zip(step, labels(step, floors), strict=True):
             line = lines[label]
             line.name = label
             line.count += 1 / len(steps)
             line.us += (span.end - span.start) / len(steps)
             line.exclusive_us += next(alone) / len(steps)
     for line in lines.values():
-        each = kernel_floor_us(line.name, floors, batch, context)
-        line.floor_us = None if each is None else each * line.count
+        line.floor_us = floor_us(line.name, line.count, floors, batch, context)
     return sorted(lines.values(), key=lambda line: -line.exclusive_us)
 
 
-def kernel_floor_us(label: str, floors: Floors, batch: int, context: float) -> float | None:
-    """Of one run; None where it is not known what the kernel is for."""
+def floor_us(label: str, count: float, floors: Floors, batch: int, context: float) -> float | None:
+    """Of all `count` runs in a step; None where it is not known what the kernel is for."""
     matrix, separator, _ = label.partition(": ")
     if separator:
-        of = floors.head if matrix == "head" else floors.layer[_index(matrix, floors)]
-        return of.floor_s(batch, floors.at) * 1e6
+        of = next(known for known in floors.matrices if known.name == matrix)
+        return count * of.floor_s(batch, floors.at) * 1e6  # one shape of each in all layers
+    if floors.experts is not None:
+        for part, matrices in EXPERT_KERNELS.items():
+            if label.startswith(part):
+                return floors.experts_s(batch, matrices) * 1e6
+    if label in MEMORY_KERNELS:
+        return floors.remembered_of_s(label == "_step", batch, context) * 1e6
+
+    def matrix_of(name: str) -> Matrix:
+        return next((m for m in floors.matrices if m.name == name), Matrix(name, 0, 0))
+
+    values = matrix_of("out").num_inputs  # of a recurrent layer
+    channels = matrix_of("qkvz").num_outputs - values
+    num_active = floors.experts.num_active if floors.experts else 0
     num_bytes = {
-        "_decode": batch * context * floors.kv_bytes_per_token,
         "_add_rms_norm": 4 * 2 * batch * floors.hidden,  # two in, two out
         "_rms_norm": 4 * 2 * batch * floors.hidden,
-        "_silu_mul": 3 * 2 * batch * floors.features,
-        "_rope_kv_write": 2 * 2 * batch * (floors.query + 2 * floors.kv),
-        "_best_of_split": 2 * batch * floors.vocabulary,
-    }.get(matrix)
-    return None if num_bytes is None else num_bytes / floors.at.read_bytes_s * 1e6
-
-
-def _index(matrix: str, floors: Floors) -> int:
-    return next(i for i, known in enumerate(floors.layer) if known.name == matrix)
+        "_silu_mul": 3 * batch * matrix_of("gate_up").num_outputs,  # half of them out
+        "_rope_kv_write": 2 * 2 * batch * matrix_of("qkv").num_outputs,
+        "_sum_pairs": 2 * batch * (num_active + 1) * floors.hidden,
+        "_causal_conv": 2 * batch * channels * (2 + 2 * 3),  # in, out, and three inputs before
+        "_rms_norm_gated": 3 * 2 * batch * values,
+        "_best_of_split": 2 * batch * floors.head.num_outputs,
+    }.get(label)
+    return None if not num_bytes else count * num_bytes / floors.at.read_bytes_s * 1e6
 
 
 def decoding_engine(folder: str, row: Row, batch: int, context: int) -> "LocalEngine":
@@ -140,7 +159,8 @@ def decoding_engine(folder: str, row: Row, batch: int, context: int) -> "LocalEn
     settings["kv_cache_config"]["max_tokens"] = batch * (context + num_new + 64)
     engine = LocalEngine(folder, **settings)
     for prompt in prompts(batch, context, row.config["vocab_size"], 1):
-        engine.submit(prompt, num_new, ignore_eos=True)
+        sampling = {"temperature": row.temperature, "seed": len(engine.inbox)}
+        engine.submit(prompt, num_new, ignore_eos=True, **sampling)
     while len(engine.deltas) < batch:
         engine.turn()
     for _ in range(8):
@@ -149,7 +169,7 @@ def decoding_engine(folder: str, row: Row, batch: int, context: int) -> "LocalEn
     return engine
 
 
-def profile(row: Row, batch: int, context: int) -> dict[str, Any]:
+def profile(row: Row, floors: Floors, batch: int, context: int) -> dict[str, Any]:
     import torch
 
     with model_folder(row) as folder:
@@ -172,8 +192,8 @@ def profile(row: Row, batch: int, context: int) -> dict[str, Any]:
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
     del engine
+    gc.collect()
     torch.cuda.empty_cache()
-    floors = Floors(row)
     lines = lines_of(spans, floors, batch, context)
     steps = whole_steps(spans)
     traced_us = (steps[-1][-1].end - steps[0][0].start) / len(steps)
@@ -184,6 +204,7 @@ def profile(row: Row, batch: int, context: int) -> dict[str, Any]:
         "floor_us": floors.decode_step_s(batch, context) * 1e6,
         "traced_us": traced_us,
         "idle_us": traced_us - sum(line.exclusive_us for line in lines),
+        "touched_experts": floors.num_touched(batch) if floors.experts else None,
         "kernels": [asdict(line) for line in lines],
     }
 
@@ -195,6 +216,8 @@ def show(name: str, found: dict[str, Any]) -> None:
         f"{floor:.0f} us = {floor / wall:.1%}; in the trace {found['traced_us']:.0f} us, idle "
         f"{found['idle_us']:.0f} us"
     )
+    if found["touched_experts"] is not None:
+        print(f"experts of a layer that have tokens: {found['touched_experts']:.1f}")
     print(f"{'exclusive':>10} {'share':>6} {'duration':>9} {'runs':>6} {'floor':>9} {'of it':>6}")
     for line in found["kernels"][:NUM_SHOWN]:
         least, alone = line["floor_us"], line["exclusive_us"]
@@ -208,7 +231,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def profile_rows(
-    rows: Iterable[str], batches: Iterable[int], contexts: Iterable[int]
+    rows: Iterable[str], batches: Sequence[int], contexts: Iterable[int]
 ) -> dict[str, Any]:
     import torch
 
@@ -217,8 +240,10 @@ def profile_rows(
     results: dict[str, Any] = {}
     for name in rows:
         results[name] = []
+        touched = count_touched(ROWS[name], batches) if ROWS[name].has_experts else None
+        floors = floors_of(ROWS[name], touched)
         for context in contexts:
             for batch in batches:
-                results[name].append(profile(ROWS[name], batch, context))
+                results[name].append(profile(ROWS[name], floors, batch, context))
                 show(name, results[name][-1])
     return results

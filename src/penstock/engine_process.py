@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock import log
 from penstock.config.resolve import resolve
-from penstock.config.run import RunConfig
+from penstock.config.run import Choice, RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
@@ -42,9 +42,10 @@ from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.build import LoadedRank, Timeline, finish_rank, load_rank, rank_device
 from penstock.runtime.executor import RankExecutor
-from penstock.runtime.memory import longest_sequence
+from penstock.runtime.memory import fitted, longest_sequence
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.ranks import RankGroup
+from penstock.types.cache_spec import CacheSize
 from penstock.types.request import client_of
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import StepPlan
@@ -130,21 +131,22 @@ class Engine:
         if self.config.load_format != "dummy":
             with timeline.phase("fetch weights"):
                 local_folder(config.model, config.revision)
-        self._ranks = RankGroup(self.config, self.spec, socket_folder, config.log_level)
+        self._ranks = RankGroup(self.config, config.model_kwargs, socket_folder, config.log_level)
         with timeline.phase("meet ranks"):
             mesh = RankMesh.create(
                 0, self.config.tp_size, self._ranks.meeting_point, rank_device(self.config, 0)
             )
         loaded = load_rank(self.config, self.spec, mesh, timeline)
-        num_blocks, weights = self._ranks.agree(loaded.memory.num_blocks)
-        runner = finish_rank(loaded, self.config, self.spec, num_blocks, timeline)
-        self._wire(loaded, runner, num_blocks)
-        mailbox.open(self._info(loaded, num_blocks, [loaded.memory.weights, *weights], timeline))
+        cache, weights = self._ranks.agree(loaded.memory.size)
+        self.config = _limited(self.config, cache)
+        runner = finish_rank(loaded, self.config, self.spec, cache, timeline)
+        self._wire(loaded, runner, cache)
+        mailbox.open(self._info(loaded, cache, [loaded.memory.weights, *weights], timeline))
 
-    def _wire(self, loaded: LoadedRank, runner: ModelRunner, num_blocks: int) -> None:
+    def _wire(self, loaded: LoadedRank, runner: ModelRunner, cache: CacheSize) -> None:
         config, counters = self.config, EngineCounters()
-        blocks = (num_blocks, *loaded.memory.further_blocks)
-        groups = [g.cache_group(num, config) for g, num in zip(loaded.groups, blocks, strict=True)]
+        sizes = zip(loaded.groups, cache.num_blocks, strict=True)
+        groups = [group.cache_group(num, config) for group, num in sizes]
         self.scheduler = Scheduler(config, [KVManager(groups)], counters)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
 
@@ -165,17 +167,18 @@ class Engine:
         )
 
     def _info(
-        self, loaded: LoadedRank, num_blocks: int, weights: list[int], timeline: Timeline
+        self, loaded: LoadedRank, cache: CacheSize, weights: list[int], timeline: Timeline
     ) -> EngineInfo:
         config = self.config
-        max_seq_len = longest_sequence(config, num_blocks)
+        max_seq_len = longest_sequence(config, cache)
         choices = [(c.name, c.value, c.reason) for c in config.choices]
         if max_seq_len < config.max_seq_len:
             reason = f"the cache holds {max_seq_len} tokens, fewer than {config.max_seq_len} asked"
             choices.append(("max_seq_len", str(max_seq_len), reason))
             _log.warning("max_seq_len is %d: %s", max_seq_len, reason)
+        if loaded.memory.states is not None:
+            choices.append(("state_slots", *loaded.memory.states_in_words(cache)))
         settings = {k: v for k, v in asdict(config).items() if k != "choices"}
-        cache_bytes = num_blocks * loaded.memory.block + loaded.memory.further
         return EngineInfo(
             max_seq_len=max_seq_len,
             max_num_tokens=config.max_num_tokens,
@@ -183,13 +186,13 @@ class Engine:
             max_queued=config.max_queued,
             chunked_prefill=config.chunked_prefill,
             vocab_size=self.spec.vocab_size,
-            total_blocks=num_blocks,
+            total_blocks=cache.num_blocks[0],
             tokens_per_block=config.tokens_per_block,
             eos_token_ids=self.spec.eos_token_ids,
             device=probe().name,
             config=settings | {"max_seq_len": max_seq_len},
             choices=tuple(choices),
-            memory=loaded.memory.as_dict() | {"kv_cache_bytes": cache_bytes},
+            memory=loaded.memory.as_dict(cache),
             rank_weight_bytes=tuple(weights),
             timeline=tuple(timeline.phases),
         )
@@ -209,6 +212,19 @@ class Engine:
         for delta in self.scheduler.fail_all(message):
             self._mailbox.send(client_of(delta.request_id), Deltas(deltas=(delta,)))
         self._mailbox.broadcast(Fatal(message=message))
+
+
+def _limited(config: RunConfig, cache: CacheSize) -> RunConfig:
+    """`fitted`, and where that makes a difference it is said, here and to the front end."""
+    limited = fitted(config, cache)
+    if limited is config:
+        return config
+    asked, most = config.max_batch_size, limited.max_batch_size
+    reason = f"the memory holds the states of {most} sequences at once, {asked} were asked for"
+    _log.warning("max_batch_size is %d: %s", most, reason)
+    choice = Choice(name="max_batch_size", value=str(most), reason=reason)
+    others = tuple(c for c in config.choices if c.name != choice.name)
+    return replace(limited, choices=(*others, choice))
 
 
 def describe_step(

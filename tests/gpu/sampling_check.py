@@ -1,8 +1,9 @@
 """Sampling on a GPU: kernels against references, no synchronisation, and how long a step takes.
 
-Run: PYTHONPATH=src python tests/gpu/sampling_check.py
+PYTHONPATH=src python tests/gpu/sampling_check.py [checks] [times]
 """
 
+import sys
 from functools import partial
 
 import numpy as np
@@ -185,9 +186,11 @@ def time_ops() -> None:
 
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__)
-    check_kernels()
-    check_same_as_cpu()
-    check_never_waits()
-    time_steps()
-    time_ops()
+    runs = {
+        "checks": (check_kernels, check_same_as_cpu, check_never_waits),
+        "times": (time_steps, time_ops),
+    }
+    for name in sys.argv[1:] or runs:
+        for run in runs[name]:
+            run()
     print("ok")

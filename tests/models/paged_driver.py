@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.quant.choose import Schemes
+from penstock.types.cache_spec import RecurrentState
 from penstock.weights.load import load_weights
 
 BLOCK_SIZE = 4
@@ -20,7 +22,8 @@ CPU = torch.device("cpu")
 
 
 class PagedDriver:
-    """Sequence s lives in row s; its blocks are drawn at random, never block 0."""
+    """Sequence s lives in row s; its blocks are drawn at random, never block 0. Layers with states
+    are group 1, the others group 0."""
 
     def __init__(self, model, num_rows: int = 4, max_len: int = 128) -> None:
         self.model = model
@@ -31,15 +34,24 @@ class PagedDriver:
         self.lengths = [0] * num_rows
         for layer in model.cache_layers():
             spec = layer.cache_spec()
-            shape = (spec.num_planes, len(blocks) + 1, *spec.block_shape(BLOCK_SIZE))
-            layer.bind_cache(*torch.full(shape, torch.nan, dtype=getattr(torch, spec.dtype)))
+            has_states = isinstance(spec, RecurrentState)
+            num_blocks = 2 * num_rows if has_states else len(blocks) + 1
+            layer.group = int(has_states)
+            layer.bind_cache(
+                *(
+                    torch.full(
+                        (num_blocks, *plane.shape), torch.nan, dtype=getattr(torch, plane.dtype)
+                    )
+                    for plane in spec.planes(BLOCK_SIZE)
+                )
+            )
 
     @torch.inference_mode()
     def step(self, entries: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
         """Run (row, new token ids) entries as one batch; logits of every token, entry by entry."""
         sizes = [len(ids) for _, ids in entries]
         num_decodes = next((i for i, size in enumerate(sizes) if size > 1), len(sizes))
-        ids, positions, slots, kv_lens = [], [], [], []
+        ids, positions, slots, states, kv_lens = [], [], [], [], []
         for row, new_ids in entries:
             for token_id in new_ids:
                 position = self.lengths[row]
@@ -47,6 +59,7 @@ class PagedDriver:
                 ids.append(token_id)
                 positions.append(position)
                 slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+                states.append(2 * row + 1)
                 self.lengths[row] += 1
             kv_lens.append(self.lengths[row])
         batch = ForwardBatch(
@@ -64,6 +77,7 @@ class PagedDriver:
                 num_decodes:
             ],
         )
+        batch.others = (replace(batch, slots_T=torch.tensor(states), plans={}),)
         return list(self.model.logits(self.model(batch)).split(sizes))
 
 

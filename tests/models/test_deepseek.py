@@ -171,10 +171,11 @@ def test_v3_1_has_weights_in_blocks_and_one_draft_layer(tmp_path):
 @pytest.mark.parametrize(
     ("base", "fields", "message"),
     [
+        (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method: is 'noaux_tc', only greedy and group"),
         (
             V2_LITE,
-            {"topk_method": "group_limited_greedy"},
-            "topk_method: is 'group_limited_greedy'",
+            {"topk_method": "group_limited_greedy", "n_group": None},
+            "n_group: is missing",
         ),
         (V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func: is 'sigmoid', only 'softmax'"),
         (V2_LITE, {"attention_bias": True}, "attention_bias: is not supported for queries"),

@@ -20,14 +20,15 @@ from penstock.kernels.formats import PLAIN
 from penstock.kernels.recurrent import causal_conv, gated_delta, rms_norm_gated
 from penstock.layers import linear
 from penstock.layers.build import Build, ExpertsBuild
-from penstock.layers.delta_net import GatedDeltaNet, RecurrentState
+from penstock.layers.delta_net import GatedDeltaNet
 from penstock.layers.linear import Linear
 from penstock.parallel.mesh import ROLES, RankMesh, RoleGroup
 from penstock.quant.fp8 import Fp8Scheme
 from penstock.quant.none import Unquantized
-from penstock.types.model_spec import Fp8Spec
+from penstock.types.cache_spec import block_bytes
+from penstock.types.model_spec import DeltaSpec, Fp8Spec
 from penstock.weights.load import dummy_weights, load_weights
-from penstock.weights.mapping import rules
+from penstock.weights.mapping import rename, rules
 
 CPU = torch.device("cpu")
 CONFIG = Qwen3NextConfig(
@@ -69,17 +70,20 @@ def folder(their_layer, tmp_path_factory) -> Path:
 class OneLayer(nn.Module):
     """A model of this layer alone; its names are the checkpoint's."""
 
-    weight_rules = rules()
+    weight_rules = rules(rename("mixer.norm", "mixer.out_norm"))
 
     def __init__(self, build: Build, config: Qwen3NextConfig = CONFIG) -> None:
         super().__init__()
         self.mixer = GatedDeltaNet(
             config.hidden_size,
-            num_key_heads=config.linear_num_key_heads,
-            num_value_heads=config.linear_num_value_heads,
-            key_size=config.linear_key_head_dim,
-            value_size=config.linear_value_head_dim,
-            conv_width=config.linear_conv_kernel_dim,
+            DeltaSpec(
+                layers=(True,),
+                num_key_heads=config.linear_num_key_heads,
+                num_value_heads=config.linear_num_value_heads,
+                key_size=config.linear_key_head_dim,
+                value_size=config.linear_value_head_dim,
+                conv_width=config.linear_conv_kernel_dim,
+            ),
             norm_eps=config.rms_norm_eps,
             build=build,
         )
@@ -124,11 +128,12 @@ class Driver:
     slots: list[int]
 
     def __post_init__(self) -> None:
-        spec, num_slots = self.layer.state_spec(), max(self.slots) + 1
-        conv_dtype, state_dtype = (getattr(torch, x) for x in (spec.conv_dtype, spec.state_dtype))
-        self.layer.bind_state(
-            torch.full((num_slots, *spec.conv_shape), torch.nan, dtype=conv_dtype),
-            torch.full((num_slots, *spec.state_shape), torch.nan, dtype=state_dtype),
+        num_slots = max(self.slots) + 1
+        self.layer.bind_cache(
+            *(
+                torch.full((num_slots, *plane.shape), torch.nan, dtype=getattr(torch, plane.dtype))
+                for plane in self.layer.cache_spec().planes(1)
+            )
         )
         self.lengths = [0] * len(self.slots)
 
@@ -137,7 +142,10 @@ class Driver:
         """(sequence, its next inputs) in one batch, one-token entries first; outputs as given."""
         sizes = [len(x) for _, x in entries]
         num_decodes = next((i for i, size in enumerate(sizes) if size > 1), len(sizes))
-        has_state = [self.lengths[sequence] > 0 for sequence, _ in entries]
+        positions, slots = [], []
+        for (sequence, _), size in zip(entries, sizes, strict=True):
+            positions += range(self.lengths[sequence], self.lengths[sequence] + size)
+            slots += [self.slots[sequence]] * size
         for (sequence, _), size in zip(entries, sizes, strict=True):
             self.lengths[sequence] += size
         x_TC = torch.cat([x for _, x in entries])
@@ -145,8 +153,8 @@ class Driver:
         kv_lens = [self.lengths[sequence] for sequence, _ in entries]
         batch = ForwardBatch(
             input_ids_T=nothing,
-            positions_T=nothing,
-            slots_T=nothing,
+            positions_T=torch.tensor(positions),
+            slots_T=torch.tensor(slots),
             rows_N=torch.zeros(len(entries), dtype=torch.int32),
             query_starts_N1=torch.tensor([0, *sizes]).cumsum(0).int(),
             kv_lens_N=torch.tensor(kv_lens).int(),
@@ -155,9 +163,7 @@ class Driver:
             max_query_len=max(sizes),
             max_kv_len=max(kv_lens),
         )
-        slots_N = torch.tensor([self.slots[sequence] for sequence, _ in entries]).int()
-        out_TC = self.layer(x_TC, batch, slots_N, torch.tensor(has_state))
-        return list(out_TC.split(sizes))
+        return list(self.layer(x_TC, batch).split(sizes))
 
 
 def inputs(*lengths: int) -> list[Tensor]:
@@ -202,7 +208,7 @@ def test_decodes_follow_a_prompt_and_leave_the_state_that_transformers_has(their
         their_layer(x_TC[None, :70], cache_params=cache)
         for token in range(70, 77):
             their_layer(x_TC[None, token : token + 1], cache_params=cache)
-    num_past = driver.layer.state_spec().num_past
+    num_past = driver.layer.cache_spec().num_past
     check(driver.layer.state_SVKD[2], cache.layers[0].recurrent_states[0][0])
     check(driver.layer.conv_SPF[2], cache.layers[0].conv_states[0][0, :, -num_past:].T)
 
@@ -262,7 +268,7 @@ def test_the_shares_of_two_ranks_sum_up_to_the_whole(their_layer, folder, monkey
     for rank in range(2):
         mesh = RankMesh(rank, 2, dict.fromkeys(ROLES, RoleGroup(2, rank)))
         driver = Driver(load(folder, mesh), [2, 3, 1])
-        spec = driver.layer.state_spec()
+        spec = driver.layer.cache_spec()
         assert (spec.num_value_heads, spec.num_channels) == (3, 16 + 16 + 3 * 24)
         assert driver.layer.conv1d.weight.shape == (spec.num_channels, 4)
         first = driver.step([(s, x[: len(x) // 2 + 1]) for s, x in enumerate(prompts)])
@@ -324,16 +330,12 @@ def test_quantised_and_plain_projections_take_one_plain_input():
 
 
 def test_the_published_model_keeps_77_megabytes_of_a_sequence():
-    spec = RecurrentState(
-        num_past=3,
-        num_channels=2 * 16 * 128 + 32 * 128,
-        conv_dtype="bfloat16",
-        num_value_heads=32,
-        key_size=128,
-        value_size=128,
-    )
-    num_layers = 36  # of 48, every fourth has attention
-    assert num_layers * spec.bytes_per_slot() == 77_266_944
+    spec = DeltaSpec(
+        layers=(True, True, True, False) * 12, num_key_heads=16, num_value_heads=32, key_size=128,
+        value_size=128, conv_width=4,
+    )  # fmt: skip
+    assert sum(spec.layers) * block_bytes(spec.state(1, "bfloat16"), 32) == 77_266_944
+    assert 36 * block_bytes(spec.state(4, "bfloat16"), 32) == 77_266_944 // 4
 
 
 def _delta_args(num_tokens: int, heads: int, value_heads: int, keys: int, values: int):

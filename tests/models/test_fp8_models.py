@@ -4,6 +4,7 @@ A value in the middle between two 8-bit floats may fall to either side, so logit
 their mean error, which without the rounding would be far larger.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,26 @@ def test_ranks_hold_consecutive_parts_with_their_scales(checkpoints, dialect):
 def test_ranks_that_would_cut_a_block_are_refused(checkpoints):
     with pytest.raises(ConfigError, match=r"64 to 128 of 256, cuts through one.*smaller tensor"):
         load(checkpoints["fp8 blocks"], ranks(4)[1])
+
+
+def test_scales_that_are_powers_of_two_may_be_stored_as_exponents(checkpoints, tmp_path):
+    folder = checkpoints["fp8 blocks"]
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"]["scale_fmt"] = "ue8m0"
+    tensors = load_file(folder / FILE)
+    for name, scale in tensors.items():
+        if name.endswith("weight_scale_inv"):
+            tensors[name] = torch.exp2(scale.log2().ceil())
+    models = []
+    for dtype in (torch.float32, torch.float8_e8m0fnu):
+        stored = tmp_path / str(dtype)
+        stored.mkdir()
+        (stored / "config.json").write_text(json.dumps(settings))
+        scales = {n: t.to(dtype) for n, t in tensors.items() if n.endswith("weight_scale_inv")}
+        save_file(tensors | scales, stored / FILE)
+        models.append(load(stored))
+    as_numbers, as_exponents = (weight_of(model, 1, "mlp.down_proj") for model in models)
+    assert torch.equal(as_numbers, as_exponents)
 
 
 def test_a_layer_that_is_stored_otherwise_is_named(checkpoints, tmp_path):

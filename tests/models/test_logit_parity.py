@@ -43,6 +43,10 @@ CASES = {
         "deepseek_v2",
         {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN},
     ),
+    "deepseek_v2 as V2, experts of the best groups": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.6},
+    ),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3 bias, scaled experts": (
         "deepseek_v3",
@@ -56,6 +60,25 @@ CASES = {
     "deepseek_v3 dense, no latent of queries, wide": (
         "deepseek_v3",
         {"first_k_dense_replace": 3, "q_lora_rank": None, "kv_lora_rank": 80, "v_head_dim": 40},
+    ),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss as the release": (
+        "gpt_oss",
+        {
+            "head_dim": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "gpt_oss other windows, no bias, one expert": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attention_bias": False,
+            "num_experts_per_tok": 1,
+        },
     ),
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -108,6 +131,30 @@ CASES = {
     ),
     "qwen3_moe first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "qwen3_moe window": ("qwen3_moe", WINDOWED),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next as the release": (
+        "qwen3_next",
+        {
+            "layer_types": None,
+            "mlp_only_layers": [],
+            "head_dim": 64,
+            "num_experts": 40,
+            "num_experts_per_tok": 10,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "qwen3_next tied, bias, a head of keys per head of values, half rotated, weights as they are": (
+        "qwen3_next",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "linear_num_key_heads": 4,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "qwen3 rope yarn": ("qwen3", {"rope_parameters": YARN | {"beta_fast": 8.0, "truncate": False}}),
 }
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,23 +65,29 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
     assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
     assert spec.rope.factor == theirs.rope_parameters.get("factor", 1.0)
     assert spec.tie_embeddings == theirs.tie_word_embeddings
-    assert spec.dtype == str(theirs.dtype).removeprefix("torch.")
+    assert spec.dtype == str(theirs.dtype or "bfloat16").removeprefix("torch.")
     eos = theirs.eos_token_id
     assert spec.eos_token_ids == tuple(eos if isinstance(eos, list) else [eos])
-    assert spec.layer_windows == (None,) * spec.num_layers
+    kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * spec.num_layers
+    assert spec.layer_windows == tuple(
+        theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds
+    )
     if quantization:
         fp8 = Fp8Spec(weights="tensor", inputs="static")
         assert spec.quantization == QuantSpec(
             format=fp8, excluded=("lm_head",), cache_dtype="float8_e4m3fn"
         )
-    elif "quantization_config" in config:  # those of the models that are served have blocks
+    elif spec.architecture == "GptOssForCausalLM":
+        excluded = tuple(config["quantization_config"]["modules_to_not_convert"])
+        assert spec.quantization == QuantSpec(format="mxfp4", excluded=excluded)
+    elif "quantization_config" in config:  # those of the other models that are served have blocks
         fp8 = Fp8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")
         assert spec.quantization is not None and spec.quantization.format == fp8
     else:
         assert spec.quantization is None
-    if "Moe" in spec.architecture:
+    if "Moe" in spec.architecture or "Next" in spec.architecture:
         _check_experts(spec.moe, theirs)
-    elif "Deepseek" not in spec.architecture:
+    elif not spec.architecture.startswith(("Deepseek", "GptOss")):
         assert spec.moe is None
 
 
@@ -92,6 +99,35 @@ def _check_experts(moe: MoeSpec | None, theirs: PreTrainedConfig) -> None:
     assert moe.renormalize == theirs.norm_topk_prob
     assert moe.shared_size == getattr(theirs, "shared_expert_intermediate_size", 0)
     assert moe.layers == (True,) * theirs.num_hidden_layers
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="real configs are not here")
+def test_recurrent_layers_are_those_of_transformers(tmp_path):
+    folder = REAL / "Qwen3-Next-80B-A3B-Thinking"
+    spec, theirs = parse_model_spec(folder), AutoConfig.from_pretrained(folder)
+    delta = spec.delta
+    assert delta.layers == tuple(kind == "linear_attention" for kind in theirs.layer_types)
+    assert sum(delta.layers) == 36 and spec.zero_centred_norms
+    assert delta.num_key_heads == theirs.linear_num_key_heads
+    assert delta.num_value_heads == theirs.linear_num_value_heads
+    assert delta.key_size == theirs.linear_key_head_dim
+    assert delta.value_size == theirs.linear_value_head_dim
+    assert delta.conv_width == theirs.linear_conv_kernel_dim
+    assert spec.rope.partial_factor == theirs.rope_parameters["partial_rotary_factor"] == 0.25
+    defaults = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+    spec = parse(tmp_path, **defaults)
+    theirs = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
+    assert spec.delta == replace(delta, layers=(True, True, True, False))
+    assert spec.rope.partial_factor == 0.25
+    _check_experts(spec.moe, theirs)
+    assert parse(tmp_path, **defaults, full_attention_interval=2).delta.layers == (True, False) * 2
+    kinds = ["full_attention", "linear_attention"] * 2
+    assert parse(tmp_path, **defaults, layer_types=kinds).delta.layers == (False, True) * 2
+    for wrong in (kinds[:3], ["linear_attention"] * 4, ["sliding_attention", *kinds[1:]]):
+        with pytest.raises(ConfigError, match="layer_types"):
+            parse(tmp_path, **defaults, layer_types=wrong)
+    with pytest.raises(ConfigError, match="30 is no multiple of 16 key heads"):
+        parse(tmp_path, **defaults, linear_num_value_heads=30)
 
 
 def test_layers_with_experts_are_those_of_transformers(tmp_path):

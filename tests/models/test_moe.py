@@ -14,8 +14,9 @@ from penstock.layers.build import ExpertsBuild
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
-from penstock.quant import none
+from penstock.quant import none, scheme
 from penstock.quant.choose import choose_schemes
+from penstock.quant.fp8 import Fp8Experts
 from penstock.types.model_spec import Fp8Spec, QuantSpec
 from penstock.weights.load import load_weights
 from penstock.weights.stored import StoredTensor
@@ -46,9 +47,9 @@ def finished(folder, experts: ExpertsBuild, dtype: torch.dtype = torch.float32):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_way_gives_the_logits_of_transformers(folder, name, monkeypatch):
     calls = []
-    reference, touched = none.experts.reference, none.touched_experts
+    reference, touched = scheme.experts.reference, none.touched_experts
     monkeypatch.setattr(
-        none.experts, "reference", lambda x, *a: calls.append(("all", len(x))) or reference(x, *a)
+        scheme.experts, "reference", lambda x, *a: calls.append(("all", len(x))) or reference(x, *a)
     )
     monkeypatch.setattr(
         none, "touched_experts", lambda x, *a: calls.append(("touched", len(x))) or touched(x, *a)
@@ -159,12 +160,10 @@ def test_an_expert_that_ranks_cannot_share_is_refused(folder):
         load_model(folder, mesh)
 
 
-def test_quantised_experts_are_refused_by_name_and_excluded_ones_are_not():
+def test_experts_that_a_checkpoint_excludes_are_not_quantised():
     spec = QuantSpec(format=Fp8Spec(weights="tensor", inputs="row"), excluded=("*.mlp.experts*",))
+    names = ["model.layers.0.mlp.experts.0.gate_proj"]
     schemes = choose_schemes(spec, None, torch.bfloat16, CPU)
-    assert isinstance(
-        schemes.experts(["model.layers.0.mlp.experts.0.gate_proj"]), none.UnquantizedExperts
-    )
+    assert isinstance(schemes.experts(names), none.UnquantizedExperts)
     schemes = choose_schemes(QuantSpec(format=spec.format), None, torch.bfloat16, CPU)
-    with pytest.raises(ConfigError, match=r"mlp\.experts\.0\.gate_proj"):
-        schemes.experts(["model.layers.0.mlp.experts.0.gate_proj"])
+    assert isinstance(schemes.experts(names), Fp8Experts)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mxfp4_models import make_packed_checkpoint
 from paged_driver import load_model, mixed_run, prompts
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
@@ -19,14 +20,29 @@ SIZE = 2
 CASES = {
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v2, queries without a latent": ("deepseek_v2", {"q_lora_rank": None}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, packed experts": ("gpt_oss, packed", {}),
+    "gpt_oss, three groups for two ranks": ("gpt_oss, packed", {"intermediate_size": 96}),
+    "gpt_oss, one kv head for two ranks": ("gpt_oss", {"num_key_value_heads": 1}),
     "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one kv head for two ranks": ("llama", {"num_key_value_heads": 1}),
     "qwen2, tied, even vocabulary": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 640}),
     "qwen3": ("qwen3", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe, one dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next, one kv head for two ranks": ("qwen3_next", {"num_key_value_heads": 1}),
 }
-REPLICATED = ("norm", "o_proj.bias", "down_proj.bias", "router", "shared_gate")
+REPLICATED = (
+    "norm",
+    "o_proj.bias",
+    "down_proj.bias",
+    "down.bias",
+    "router",
+    "shared_gate",
+    "conv1d",
+    "in_proj_ba",
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +50,9 @@ def run(tmp_path_factory) -> tuple[Path, list[Path]]:
     """The output folder of both ranks, and the checkpoint of each case."""
     root = tmp_path_factory.mktemp("tp")
     folders = [
-        make_checkpoint(root / str(number), arch, **overrides)
+        make_packed_checkpoint(root / str(number), **overrides)
+        if arch == "gpt_oss, packed"
+        else make_checkpoint(root / str(number), arch, **overrides)
         for number, (arch, overrides) in enumerate(CASES.values())
     ]
     with socket.socket() as probe:
@@ -81,6 +99,8 @@ def test_every_rank_holds_exactly_its_half(run, number):
         for name, size in sizes.items():
             if any(part in name for part in REPLICATED):
                 assert size == single[name], name
+            elif ".experts." in name and list(CASES)[number].endswith("three groups for two ranks"):
+                assert size * 3 == single[name] * (1 + rank), name
             elif name in ("embed.weight", "head.weight"):
                 num_rows = -(-spec.vocab_size // (64 * SIZE)) * 64  # padded to whole tiles per rank
                 assert size == num_rows * spec.hidden_size
@@ -92,7 +112,8 @@ def test_every_rank_holds_exactly_its_half(run, number):
                 assert size == (width + cached_size) * spec.hidden_size  # latents are on both
             elif "qkv_proj" in name and spec.num_kv_heads < SIZE:
                 width = spec.hidden_size if name.endswith("weight") else 1
-                heads = spec.num_heads // SIZE + 2  # the KV head is on both ranks
+                num_queries = spec.num_heads * (1 if spec.delta is None else 2)  # and their gates
+                heads = num_queries // SIZE + 2  # the KV head is on both ranks
                 assert size == heads * spec.head_size * width
             else:
                 assert size * SIZE == single[name], name

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import triton
-from op_cases import OP_CASES, AttentionCase, decodes, make_attention, prefills
+from op_cases import OP_CASES, AttentionCase, decodes, make_attention, prefills, sink_cases
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -79,6 +79,7 @@ def main() -> None:
         prefills((50, 90), head_size=256, window=16),
         AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, fp8=True),
         AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
+        *sink_cases((40, 700), ((50, 90),), 128),
     ):
         get_backend("triton").attend(*make_attention(case, dtype, device).unpack())
     print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")

@@ -1,5 +1,6 @@
 """Arguments for every op, and paged attention batches; op tests and GPU checks share them."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import silu_mul
+from penstock.kernels.activation import sigmoid_mul, silu_mul
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static, InputFormat
 from penstock.kernels.fp8 import fp8_linear, quantize_fp8, rms_norm_fp8, silu_mul_fp8
 from penstock.kernels.gather import decode_inputs
 from penstock.kernels.gemm.codes import (
@@ -24,7 +26,17 @@ from penstock.kernels.gemm.codes import (
 )
 from penstock.kernels.gemm.dense import dense_linear
 from penstock.kernels.gemm.few import gated_linear
-from penstock.kernels.moe import SILU, Gate, Routing, experts, gated, route
+from penstock.kernels.moe import (
+    SILU,
+    ExpertWeights,
+    Gate,
+    Routing,
+    experts,
+    gated,
+    pack_mxfp4,
+    plain_weights,
+    route,
+)
 from penstock.kernels.norm import add_rms_norm, rms_norm
 from penstock.kernels.op import Op
 from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
@@ -38,6 +50,8 @@ class OpCase:
     """`make` gives fresh arguments; `mutated` are the positions of those the op writes to.
 
     `rounds_inside`: fp32 results may be sums of numbers that were rounded to the dtype.
+    `quantizes_inside`: results are sums of numbers that became 8-bit floats on the way, where those
+    in the middle between two fall to either side.
     """
 
     op: Op[..., Any]
@@ -45,6 +59,7 @@ class OpCase:
     make: Callable[[torch.dtype, torch.device], tuple[Any, ...]]
     mutated: tuple[int, ...] = ()
     rounds_inside: bool = False
+    quantizes_inside: bool = False
 
     def __str__(self) -> str:
         return f"{self.op.__name__}-{self.name}"
@@ -79,12 +94,15 @@ def _head_norm(num_tokens: int, heads: int, size: int) -> OpCase:
     return OpCase(rms_norm, f"heads-{num_tokens}x{heads}x{size}", make)
 
 
-def _add_norm(num_tokens: int, size: int) -> OpCase:
-    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        shapes = ((num_tokens, size), (num_tokens, size), (size,))
-        return (*(randn(*s, dtype=dtype, device=device) for s in shapes), 1e-5)
+def _add_norm(num_tokens: int, size: int, *, exact: bool = False) -> OpCase:
+    """`exact`: the weight is fp32, whatever the rest is."""
 
-    return OpCase(add_rms_norm, f"{num_tokens}x{size}", make)
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x, other = (randn(num_tokens, size, dtype=dtype, device=device) for _ in range(2))
+        weight = randn(size, dtype=torch.float32 if exact else dtype, device=device)
+        return x, other, weight, 1e-5
+
+    return OpCase(add_rms_norm, f"{num_tokens}x{size}" + "-exact" * exact, make)
 
 
 def _silu(num_tokens: int, size: int) -> OpCase:
@@ -95,6 +113,15 @@ def _silu(num_tokens: int, size: int) -> OpCase:
     )
 
 
+def sigmoid_case(num_tokens: int, heads: int, size: int) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, heads, size, dtype=dtype, device=device)
+        both = randn(num_tokens, 2 * heads + 3, size, dtype=dtype, device=device)
+        return x, both[:, 1 : 2 * heads : 2]
+
+    return OpCase(sigmoid_mul, f"{num_tokens}x{heads}x{size}", make)
+
+
 def _cache(
     kv_heads: int, block_size: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -103,7 +130,7 @@ def _cache(
     return k, v
 
 
-def _rope_kv_write(
+def rope_case(
     num_tokens: int,
     heads: int,
     kv_heads: int,
@@ -113,19 +140,27 @@ def _rope_kv_write(
     block_size: int = 16,
     norm: bool = False,
     fp8: bool = False,
+    gates: bool = False,
 ) -> OpCase:
+    """With `gates` the weights of the norms are fp32, as of norms that add one."""
+
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        qkv = randn(num_tokens, heads + 2 * kv_heads, size, dtype=dtype, device=device)
-        weights = [randn(size, dtype=dtype, device=device) if norm else None for _ in range(2)]
+        num_all = heads * (1 + gates) + 2 * kv_heads
+        qkv = randn(num_tokens, num_all, size, dtype=dtype, device=device)
+        weight_dtype = torch.float32 if gates else dtype
+        weights = [
+            randn(size, dtype=weight_dtype, device=device) if norm else None for _ in range(2)
+        ]
         positions = torch.randint(0, 64, (num_tokens,)).to(device)
         slots = torch.randperm(9 * block_size)[:num_tokens].to(device)
         cache_dtype = torch.float8_e4m3fn if fp8 else dtype
         caches = _cache(kv_heads, block_size, size, cache_dtype, device)
         scales = (0.5, 0.004) if fp8 else (1.0, 1.0)  # the second one saturates
         table = angles(64, rotary, device)
-        return qkv, *weights, 1e-6, table, positions, *caches, slots, *scales
+        return qkv, *weights, 1e-6, table, positions, *caches, slots, *scales, gates
 
-    name = f"{num_tokens}x{heads}x{kv_heads}x{size}-rot{rotary}" + "-norm" * norm + "-fp8" * fp8
+    name = f"{num_tokens}x{heads}x{kv_heads}x{size}-rot{rotary}"
+    name += "-norm" * norm + "-fp8" * fp8 + "-gates" * gates
     return OpCase(rope_kv_write, name, make, mutated=(6, 7))
 
 
@@ -320,7 +355,7 @@ def _pool(
     return pool
 
 
-def _conv(
+def conv_case(
     lens: tuple[int, ...], num_decodes: int, channels: int, columns: int, width: int = 4
 ) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -335,7 +370,7 @@ def _conv(
     return OpCase(causal_conv, name, make, mutated=(3,))
 
 
-def _delta(
+def delta_case(
     lens: tuple[int, ...],
     num_decodes: int,
     heads: int,
@@ -367,7 +402,7 @@ def _delta(
     return OpCase(gated_delta, name, make, mutated=(5,))
 
 
-def _gates(num_tokens: int, heads: int, value_heads: int) -> OpCase:
+def gates_case(num_tokens: int, heads: int, value_heads: int) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         width = 2 * value_heads // heads
         ba = 4 * randn(num_tokens, heads * width, dtype=dtype, device=device)
@@ -378,7 +413,7 @@ def _gates(num_tokens: int, heads: int, value_heads: int) -> OpCase:
     return OpCase(delta_gates, f"{num_tokens}x{heads}x{value_heads}", make)
 
 
-def _gated_norm(num_tokens: int, heads: int, value_heads: int, size: int) -> OpCase:
+def gated_norm_case(num_tokens: int, heads: int, value_heads: int, size: int) -> OpCase:
     """The gate is the last part of each key head's columns in a fused projection."""
 
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -418,31 +453,62 @@ def _route(num_tokens: int, num_experts: int, routing: Routing, *, fixed: bool =
 CLAMPED = Gate(alpha=1.702, shift=1.0, limit=1.5)
 
 
-def _experts(
+EXPERT_FORMATS = ("plain", "fp8 static", "fp8 rows", "fp8 blocks", "mxfp4")
+
+
+def expert_weights(
+    format: str, slots: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
+) -> ExpertWeights:
+    """Random matrices that keep the size of what passes through."""
+    shape, spread = (slots, outputs, inputs), inputs**-0.5
+    if format == "mxfp4":
+        blocks = torch.randint(256, (slots, outputs, inputs // 2), dtype=torch.uint8, device=device)
+        middle = 127 + round(math.log2(spread / 2.93))  # 2.93: mean size of a code
+        scales = torch.randint(middle - 1, middle + 2, (slots, outputs, inputs // 32))
+        return pack_mxfp4(blocks, scales.to(torch.uint8).to(device))
+    if format == "plain":
+        return plain_weights(torch.randn(shape, device=device).mul_(spread).to(dtype))
+    values = torch.randn(shape, device=device).mul_(64).clamp_(-448, 448).to(FP8)
+    in_blocks = (slots, -(-outputs // 128), -(-inputs // 128))
+    scales = torch.rand(in_blocks if format == "fp8 blocks" else shape[:2], device=device) + 0.5
+    wanted: InputFormat = Fp8Groups(128) if format == "fp8 blocks" else Fp8Rows()
+    if format == "fp8 static":
+        wanted = Fp8Static(torch.full((1,), 0.02, device=device))
+    return ExpertWeights(values, inputs, scales * (spread / 64), wanted)
+
+
+def experts_case(
     num_tokens: int,
     num_slots: int,
     num_active: int,
     size: int,
     features: int,
     *,
+    format: str = "plain",
     bias: bool = False,
     gate: Gate = SILU,
+    even: bool = False,
 ) -> OpCase:
-    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        def weight(*shape: int) -> Tensor:
-            return randn(*shape, dtype=dtype, device=device) * shape[-1] ** -0.5
+    """`even`: all slots are as likely; else some have many tokens and some none."""
 
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         x = randn(num_tokens, 2 * size, dtype=dtype, device=device)[:, :size]
-        # Some slots have many tokens, some none.
-        odds = torch.rand(num_tokens, num_slots) ** torch.arange(1, num_slots + 1)
+        odds = torch.rand(num_tokens, num_slots)
+        if not even:
+            odds **= torch.arange(1, num_slots + 1)
         slots = odds.topk(num_active).indices.int().to(device)
         weights = torch.rand(num_tokens, num_active).to(device)
-        matrices = weight(num_slots, 2 * features, size), weight(num_slots, size, features)
-        biases = [weight(num_slots, n) if bias else None for n in (2 * features, size)]
-        return x, slots, weights, *matrices, *biases, gate
+        gate_up = expert_weights(format, num_slots, 2 * features, size, dtype, device)
+        down = expert_weights(format, num_slots, size, features, dtype, device)
+        biases = [
+            randn(num_slots, n, dtype=dtype, device=device) * n**-0.5 if bias else None
+            for n in (2 * features, size)
+        ]
+        return x, slots, weights, gate_up, down, *biases, gate
 
     name = f"{num_tokens}x{num_active}of{num_slots}x{size}x{features}" + "-bias" * bias
-    return OpCase(experts, name + "-clamped" * (gate != SILU), make)
+    name += "-clamped" * (gate != SILU) + f"-{format}" * (format != "plain")
+    return OpCase(experts, name, make, quantizes_inside=format.startswith("fp8"))
 
 
 def _gated_rows(gate: Gate) -> OpCase:
@@ -478,17 +544,22 @@ OP_CASES = [
     _norm(5, 100),
     _head_norm(4, 6, 64),
     _head_norm(17, 5, 80),
+    _add_norm(3, 200, exact=True),
     _add_norm(1, 64),
     _add_norm(7, 1000),
     _silu(1, 64),
     _silu(5, 1500),
-    _rope_kv_write(1, 8, 2, 64, 64),
-    _rope_kv_write(5, 9, 3, 128, 128, block_size=32),
-    _rope_kv_write(6, 5, 1, 96, 48),
-    _rope_kv_write(5, 4, 4, 80, 32, norm=True),
-    _rope_kv_write(13, 12, 3, 64, 64, norm=True),
-    _rope_kv_write(3, 2, 1, 256, 256),
-    _rope_kv_write(7, 8, 2, 64, 64, fp8=True),
+    sigmoid_case(1, 4, 64),
+    sigmoid_case(5, 3, 256),
+    rope_case(1, 8, 2, 64, 64),
+    rope_case(5, 9, 3, 128, 128, block_size=32),
+    rope_case(6, 5, 1, 96, 48),
+    rope_case(5, 4, 4, 80, 32, norm=True),
+    rope_case(13, 12, 3, 64, 64, norm=True),
+    rope_case(3, 2, 1, 256, 256),
+    rope_case(7, 8, 2, 64, 64, fp8=True),
+    rope_case(3, 9, 2, 256, 64, norm=True, gates=True),
+    rope_case(4, 3, 1, 32, 32, gates=True),
     mla_write_case(1, 16, 512, 64),
     mla_write_case(5, 5, 96, 24, interleaved=False),
     mla_write_case(7, 20, 128, 32, fp8=True),
@@ -531,25 +602,25 @@ OP_CASES = [
     _decode_inputs(1, 4, 16),
     _decode_inputs(6, 9, 32),
     _decode_inputs(150, 160, 64),
-    _conv((1,), 1, 40, 64),
-    _conv((1, 1, 1), 3, 300, 320),
-    _conv((3, 1, 70), 0, 130, 130),
-    _conv((1, 1, 2, 33, 5, 64), 2, 48, 96),
-    _conv((1, 6), 1, 20, 20, width=2),
-    _gates(1, 2, 4),
-    _gates(37, 4, 12),
-    _gates(3, 16, 32),
-    _delta((1,), 1, 1, 1, 64, 64),
-    _delta((1, 1, 1), 3, 2, 4, 64, 48),
-    _delta((130,), 0, 1, 2, 64, 64),
-    _delta((1, 1, 65, 3, 64), 2, 2, 2, 32, 40),
-    _delta((1, 40, 1, 7), 1, 1, 3, 24, 16, decay=8.0),
-    _delta((70,), 0, 1, 2, 128, 128),
-    _delta((90, 80), 0, 1, 1, 16, 32, decay=0.0),
-    _delta((1, 100), 1, 1, 1, 64, 32, decay=0.0, repeats=True),
-    _gated_norm(1, 2, 4, 64),
-    _gated_norm(9, 3, 3, 80),
-    _gated_norm(5, 2, 8, 128),
+    conv_case((1,), 1, 40, 64),
+    conv_case((1, 1, 1), 3, 300, 320),
+    conv_case((3, 1, 70), 0, 130, 130),
+    conv_case((1, 1, 2, 33, 5, 64), 2, 48, 96),
+    conv_case((1, 6), 1, 20, 20, width=2),
+    gates_case(1, 2, 4),
+    gates_case(37, 4, 12),
+    gates_case(3, 16, 32),
+    delta_case((1,), 1, 1, 1, 64, 64),
+    delta_case((1, 1, 1), 3, 2, 4, 64, 48),
+    delta_case((130,), 0, 1, 2, 64, 64),
+    delta_case((1, 1, 65, 3, 64), 2, 2, 2, 32, 40),
+    delta_case((1, 40, 1, 7), 1, 1, 3, 24, 16, decay=8.0),
+    delta_case((70,), 0, 1, 2, 128, 128),
+    delta_case((90, 80), 0, 1, 1, 16, 32, decay=0.0),
+    delta_case((1, 100), 1, 1, 1, 64, 32, decay=0.0, repeats=True),
+    gated_norm_case(1, 2, 4, 64),
+    gated_norm_case(9, 3, 3, 80),
+    gated_norm_case(5, 2, 8, 128),
     _route(1, 8, Routing(num_active=2)),
     _route(5, 60, Routing(num_active=4, renormalize=True)),
     _route(3, 128, Routing(num_active=8, renormalize=True), fixed=True),
@@ -567,14 +638,33 @@ OP_CASES = [
         fixed=True,
     ),
     _route(6, 15, Routing(num_active=3, num_groups=5, num_active_groups=2)),
+    _route(9, 64, Routing(num_active=6, num_groups=8, num_active_groups=3, num_best=1)),
     _route(2, 6, Routing(num_active=2, score="sigmoid", num_groups=6, num_active_groups=3)),
-    _experts(1, 8, 2, 64, 32),
-    _experts(3, 5, 4, 100, 36, bias=True),
-    _experts(2, 3, 1, 600, 24, gate=CLAMPED),
-    _experts(5, 70, 3, 48, 20),
-    _experts(40, 6, 2, 100, 72, bias=True, gate=CLAMPED),
-    _experts(90, 3, 2, 64, 96),
-    _experts(300, 2, 1, 72, 40),
+    experts_case(1, 8, 2, 64, 32),
+    experts_case(3, 5, 4, 100, 36, bias=True),
+    experts_case(2, 3, 1, 600, 24, gate=CLAMPED),
+    experts_case(5, 70, 3, 48, 20),
+    experts_case(40, 6, 2, 100, 72, bias=True, gate=CLAMPED),
+    experts_case(90, 3, 2, 64, 96),
+    experts_case(300, 2, 1, 72, 40),
+    *(
+        experts_case(num_tokens, num_slots, num_active, 256, 128, format=format, bias=bias)
+        for format in EXPERT_FORMATS
+        for num_tokens, num_slots, num_active, bias in (
+            (2, 5, 3, False),
+            (5, 9, 2, True),
+            (150, 3, 1, False),
+        )
+    ),
+    *(
+        experts_case(num_tokens, 4, 2, 272, 200, format=format, gate=CLAMPED)
+        for format in ("fp8 static", "fp8 rows")
+        for num_tokens in (3, 9)
+    ),
+    *(
+        experts_case(num_tokens, 4, 2, 224, 96, format="mxfp4", bias=True, gate=CLAMPED)
+        for num_tokens in (1, 9)
+    ),
 ]
 # Of ops that only a CPU has.
 CPU_OP_CASES = [
@@ -599,13 +689,15 @@ class AttentionCase:
     block_size: int = 16
     window: int | None = None
     fp8: bool = False  # the cache
+    sinks: bool = False
 
     def __str__(self) -> str:
         kind = {0: "prefill", len(self.entries): "decode"}.get(self.num_decodes, "mixed")
         lens = "_".join(f"{q}.{kv}" for q, kv in self.entries[:4])
         more = f"+{len(self.entries) - 4}" if len(self.entries) > 4 else ""
         heads = f"h{self.num_heads}k{self.num_kv_heads}d{self.head_size}s{self.block_size}"
-        return f"{kind}-{lens}{more}-{heads}-w{self.window}" + "-fp8" * self.fp8
+        rest = f"w{self.window}" + "-fp8" * self.fp8 + "-sinks" * self.sinks
+        return f"{kind}-{lens}{more}-{heads}-{rest}"
 
 
 @dataclass
@@ -615,6 +707,7 @@ class AttentionArgs:
     v_cache_BKSD: Tensor
     batch: ForwardBatch
     params: AttentionParams
+    sinks_H: Tensor | None
 
     def unpack(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__dataclass_fields__)
@@ -655,7 +748,12 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
     k_cache, v_cache = (randn(*pool, dtype=cache_dtype, device=device) for _ in range(2))
     v_scale = 0.75 if case.fp8 else 1.0
     params = AttentionParams(case.head_size**-0.5, case.window, v_scale)
-    return AttentionArgs(q, k_cache, v_cache, batch, params)
+    sinks = None
+    if case.sinks:  # of all sizes: from no share of the softmax to nearly all of it
+        sinks = torch.linspace(-6.0, 9.0, case.num_heads, device=device)[
+            torch.randperm(case.num_heads)
+        ]
+    return AttentionArgs(q, k_cache, v_cache, batch, params, sinks)
 
 
 def decodes(*kv_lens: int, **shape: Any) -> AttentionCase:
@@ -688,6 +786,25 @@ def small_attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(((1, 17), (1, 64), (33, 33), (5, 133), (1, 4)), 2)
     yield AttentionCase(((1, 200), (64, 128)), 1, num_heads=4, num_kv_heads=1, window=33)
     yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, fp8=True)
+    yield from sink_cases((1, 20, 64, 150, 300), ((40, 40), (1, 9), (30, 150)), 16)
+
+
+def sink_cases(
+    kv_lens: tuple[int, ...], chunks: tuple[tuple[int, int], ...], window: int
+) -> Iterator[AttentionCase]:
+    """Sinks with and without a window, of one, four and eight query heads for each kv head (the
+    last as gpt-oss has them); of keys that are split and of some that are not, also in a cache of
+    8-bit floats."""
+    for group, block_size in ((1, 16), (4, 32), (8, 32)):
+        shape = dict(num_heads=2 * group, block_size=block_size, sinks=True)
+        for seen in (None, window):
+            yield decodes(*kv_lens, **shape, window=seen)
+            yield prefills(*chunks, **shape, window=seen)
+    mixed = (*((1, kv) for kv in kv_lens), *chunks)
+    yield AttentionCase(mixed, len(kv_lens), num_heads=16, fp8=True, sinks=True)
+    yield AttentionCase(mixed, len(kv_lens), num_heads=6, head_size=80, window=window, sinks=True)
+    for fp8 in (False, True):
+        yield decodes(9, 90, 33, num_heads=64, num_kv_heads=8, fp8=fp8, sinks=True)
 
 
 def gpu_attention_cases() -> Iterator[AttentionCase]:
@@ -716,3 +833,6 @@ def gpu_attention_cases() -> Iterator[AttentionCase]:
             yield prefills((300, 300), (100, 900), (1, 77), (7, 7), **windowed)
     kv_lens = torch.randint(1, 300, (256,), generator=generator).tolist()
     yield decodes(*kv_lens, num_heads=32, num_kv_heads=8, head_size=128, block_size=32)
+    yield from sink_cases((1, 33, 700, 5000), ((300, 300), (1, 77), (100, 900)), 128)
+    yield decodes(*kv_lens, num_heads=64, num_kv_heads=8, block_size=32, sinks=True)
+    yield decodes(*kv_lens, num_heads=64, num_kv_heads=8, block_size=32, window=128, sinks=True)

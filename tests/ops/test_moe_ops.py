@@ -4,12 +4,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+from op_cases import EXPERT_FORMATS, experts_case
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from penstock.kernels.moe import SILU, Gate, Routing, experts, route
+from penstock.kernels.moe import (
+    SILU,
+    Gate,
+    Routing,
+    experts,
+    mxfp4_values,
+    pack_mxfp4,
+    plain_weights,
+    route,
+)
 
 pytest.importorskip("triton")
 SIZE, NUM_EXPERTS = 24, 16
@@ -88,6 +100,32 @@ def test_sigmoid_choice_within_groups_is_that_of_deepseek(
     assert_same_choice(ours, (ids, weights))
 
 
+@pytest.mark.parametrize(("num_groups", "num_active_groups"), [(4, 2), (8, 3), (16, 5)])
+def test_choice_within_the_groups_of_the_best_expert_is_that_of_deepseek_v2(
+    num_groups, num_active_groups
+):
+    config = DeepseekV2Config(
+        hidden_size=SIZE,
+        n_routed_experts=NUM_EXPERTS,
+        num_experts_per_tok=4,
+        num_attention_heads=4,
+        topk_method="group_limited_greedy",
+        n_group=num_groups,
+        topk_group=num_active_groups,
+        routed_scaling_factor=1.6,
+    )
+    logits, weights, ids = randomised(DeepseekV2TopkRouter(config))(torch.randn(40, SIZE))
+    routing = Routing(
+        num_active=4,
+        scale=1.6,
+        num_groups=num_groups,
+        num_active_groups=num_active_groups,
+        num_best=1,
+    )
+    *ours, _ = routed(logits, routing)
+    assert_same_choice(ours, (ids, weights))
+
+
 def choice(num_tokens: int, num_active: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.rand(num_tokens, NUM_EXPERTS).topk(num_active).indices
     return ids, torch.rand(num_tokens, num_active)
@@ -103,7 +141,14 @@ def test_gated_experts_are_those_of_qwen():
     theirs, x = randomised(Qwen3MoeExperts(config)), torch.randn(7, SIZE)
     ids, weights = choice(7, 3)
     ours = experts.reference(
-        x, ids.int(), weights, theirs.gate_up_proj, theirs.down_proj, None, None, SILU
+        x,
+        ids.int(),
+        weights,
+        plain_weights(theirs.gate_up_proj),
+        plain_weights(theirs.down_proj),
+        None,
+        None,
+        SILU,
     )
     torch.testing.assert_close(ours, theirs(x, ids, weights))
 
@@ -121,8 +166,8 @@ def test_clamped_experts_with_biases_are_those_of_gpt_oss():
         x,
         ids.int(),
         weights,
-        gate_up,
-        theirs.down_proj.mT,
+        plain_weights(gate_up),
+        plain_weights(theirs.down_proj.mT),
         gate_up_bias,
         theirs.down_proj_bias,
         Gate(alpha=1.702, shift=1.0, limit=7.0),
@@ -130,10 +175,61 @@ def test_clamped_experts_with_biases_are_those_of_gpt_oss():
     torch.testing.assert_close(ours, theirs(x, ids, weights), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("num_groups", [1, 4, 5, 90])
+def test_mxfp4_is_unpacked_as_transformers_does(num_groups):
+    """Every byte, every scale; also those that lie in bfloat16's smallest and largest numbers."""
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(3 * 16 * num_groups)
+    blocks = blocks[torch.randperm(len(blocks))].view(3, 256, num_groups, 16)
+    scales = torch.arange(255, dtype=torch.uint8).repeat(4 * num_groups + 1)
+    scales = scales[torch.randperm(len(scales))][: 3 * 256 * num_groups].view(3, 256, num_groups)
+    expected = convert_moe_packed_tensors(blocks, scales).mT
+    found = mxfp4_values(blocks.flatten(2), scales).bfloat16()
+    assert torch.equal(found, expected)
+    packed = pack_mxfp4(blocks.flatten(2), scales)
+    assert (packed.num_outputs, packed.num_inputs) == (256, 32 * num_groups)
+    for slot in range(3):
+        assert torch.equal(packed.matrix(slot).bfloat16(), expected[slot])
+
+
+@pytest.mark.parametrize("format", EXPERT_FORMATS)
+@pytest.mark.parametrize(("num_tokens", "rows"), [(20, 16), (37, 32), (70, 64)])
+def test_all_tokens_may_choose_one_expert(format, num_tokens, rows):
+    from penstock.kernels.moe.triton_experts import experts_grouped
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    case = experts_case(num_tokens, 7, 2, 256, 128, format=format, bias=True)
+    x, slots, *rest = case.make(torch.float32, device)
+    slots[:, 0], slots[:, 1] = 5, 2
+    expected = experts.reference(x, slots, *rest)
+    errors = (experts_grouped(x, slots, *rest, rows=rows) - expected).abs()
+    close = 0.03 if format.startswith("fp8") else 1e-5
+    assert errors.mean() < close * expected.abs().mean()
+
+
+def test_large_scales_of_mxfp4_reach_the_result():
+    from penstock.kernels.moe.triton_experts import experts_grouped
+    from penstock.kernels.moe.triton_few import experts_few
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    blocks = torch.randint(256, (1, 64, 16), dtype=torch.uint8, device=device)
+    down_blocks = torch.randint(256, (1, 32, 16), dtype=torch.uint8, device=device)
+    for scale in (75, 90, 127, 150):
+        gate_up = pack_mxfp4(blocks, torch.full((1, 64, 1), scale, dtype=torch.uint8).to(device))
+        down = pack_mxfp4(down_blocks, torch.full((1, 32, 1), 127, dtype=torch.uint8).to(device))
+        x = (2.0 ** (127 - scale) * torch.randn(2, 32)).to(device)
+        slots = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        weights = torch.ones(2, 1, device=device)
+        arguments = x, slots, weights, gate_up, down, None, None, SILU
+        expected = experts.reference(*arguments)
+        assert expected.abs().mean() > 1
+        for run in (experts_few, experts_grouped):
+            torch.testing.assert_close(run(*arguments), expected, atol=1e-3, rtol=1e-4)
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_every_pair_is_in_one_block_of_its_slot(data):
-    from penstock.kernels.moe.triton_experts import sorted_pairs
+    from penstock.kernels.moe.triton_sort import sorted_pairs
 
     num_slots = data.draw(st.integers(1, 9))
     num_active = data.draw(st.integers(1, num_slots))

@@ -9,9 +9,10 @@ import torch
 from op_cases import CPU_OP_CASES, OP_CASES, decodes, make_attention, random_weight
 
 from penstock.kernels import native
+from penstock.kernels.activation import silu_mul
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.gemm.codes import FORMS, packed_linear
-from penstock.kernels.native import compiler
+from penstock.kernels.gemm.codes import FORMS, packed_linear, unpack
+from penstock.kernels.native import compiler, tape
 from penstock.kernels.norm import rms_norm
 from penstock.kernels.sampling import argmax
 from penstock.kernels.tolerances import tolerance
@@ -81,6 +82,22 @@ def test_the_number_of_threads_does_not_change_a_bit(num_threads, num_rows, thre
     for _ in range(200):
         assert torch.equal(packed_linear(x_TI, weight), product)
         assert torch.equal(argmax(logits_LV), tokens)
+
+
+def test_loops_of_different_sizes_follow_each_other_at_once(threads):
+    threads(6)  # more than most machines have cores: some are always late
+    weight, x_TI = random_weight(FORMS[0], 320, 64), torch.randn(24, 64)
+    weight_D, logits_LV = torch.randn(64), torch.randn(24, 3000)
+
+    def both(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        product = packed_linear(rms_norm(x_TI[:num_rows], weight_D, 1e-5), weight)
+        return product, argmax(logits_LV[:num_rows])
+
+    expected = {num_rows: both(num_rows) for num_rows in (1, 2, 5, 8, 24)}
+    for _ in range(2000):
+        for num_rows, (product, tokens) in expected.items():
+            found, found_tokens = both(num_rows)
+            assert torch.equal(found, product) and torch.equal(found_tokens, tokens)
 
 
 def test_callers_on_several_threads_do_not_disturb_each_other(threads):
@@ -163,3 +180,53 @@ def test_a_compiler_that_fails_is_no_error_of_the_start(tmp_path, monkeypatch, c
         native.library.cache_clear()
     assert "failed: no such flag" in caplog.text
     assert not list((tmp_path / "home" / "native").iterdir())
+
+
+def test_a_tape_runs_again_with_what_its_inputs_hold_then():
+    loaded, arena = native.library(), tape.Arena(1 << 20)
+    x_TD, weight_D = torch.randn(3, 64), torch.randn(64)
+    weight = random_weight(FORMS[0], 128, 64)
+
+    def step() -> torch.Tensor:
+        inner_TD = silu_mul(packed_linear(rms_norm(x_TD, weight_D, 1e-5), weight))
+        return rms_norm(inner_TD, weight_D, 1e-5)
+
+    recorded, out_TD = tape.record(loaded, arena, step)
+    for _ in range(3):
+        x_TD.normal_()
+        recorded.run()
+        assert torch.equal(out_TD, step())
+    _, other_TD = tape.record(loaded, arena, lambda: rms_norm(x_TD[:1], weight_D, 1e-5))
+    assert abs(other_TD.data_ptr() - out_TD.data_ptr()) < 4096  # what is free again is taken
+
+
+def test_an_op_of_torch_cannot_be_recorded():
+    arena = tape.Arena(1 << 16)
+    x_TD, weight_D = torch.randn(3, 64), torch.randn(64)
+    with pytest.raises(tape.NotRecordable, match=r"aten\.add"):
+        tape.record(native.library(), arena, lambda: rms_norm(x_TD, weight_D, 1e-5) + 1)
+    with pytest.raises(tape.NotRecordable, match="no room"):
+        tape.record(native.library(), arena, lambda: rms_norm(torch.empty(512, 64), weight_D, 1e-5))
+    expected = rms_norm.reference(x_TD, weight_D, 1e-5)
+    torch.testing.assert_close(rms_norm(x_TD, weight_D, 1e-5), expected)  # as before
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 20])
+def test_a_packed_product_is_as_exact_as_sums_in_fp32(form, num_rows):
+    torch.manual_seed(num_rows)
+    x_TI, weight = torch.randn(num_rows, 576), random_weight(form, 200, 576)
+    x_TI *= torch.exp(torch.randn(576))  # some inputs are much larger than others
+    exact = x_TI.double() @ unpack(weight).double().T
+    found = packed_linear(x_TI, weight)
+    size = x_TI.double().abs() @ unpack(weight).double().abs().T
+    assert ((found - exact).abs() / size).max() < 2**-21
+
+
+def test_a_packed_product_with_an_input_that_is_no_number_is_none():
+    weight = random_weight(FORMS[0], 64, 64)
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        x_TI = torch.randn(3, 64)
+        x_TI[1, 5] = wrong
+        assert packed_linear(x_TI, weight).isfinite().all(1).tolist() == [True, False, True]
+    assert packed_linear(torch.full((1, 64), 1e-40), weight).abs().max() < 1e-38

@@ -115,7 +115,7 @@ ARCHITECTURES = {
             "sliding_window": 64,
             "swiglu_limit": 7.0,
             "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 4,
             "intermediate_size": 64,
             "tie_word_embeddings": False,
             "rope_parameters": {
@@ -147,7 +147,7 @@ ARCHITECTURES = {
             "linear_num_value_heads": 4,
             "linear_value_head_dim": 64,
             "num_experts": 8,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 4,
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
             "norm_topk_prob": True,

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from penstock.config.base import StrictModel, setting
 
@@ -41,9 +41,35 @@ class KvCacheConfig(StrictModel):
         "Any other must be that one.",
     )
 
+    mamba_state_cache_interval: int = setting(
+        2048,
+        "Of models with recurrent layers: tokens between two copies of a prompt's state, from "
+        "which another prompt with the same beginning goes on; a multiple of tokens_per_block. "
+        "Further copies are made near the prompt's end. A chunk of a prompt is never longer.",
+        ge=8,
+        le=2**20,
+    )
+    mamba_state_cache_fraction: float = setting(
+        0.1,
+        "Of models with recurrent layers: share of the cache's memory that copies of states may "
+        "fill, however many sequences run; the oldest one goes first. The states of "
+        "max_batch_size sequences are beside it. 0: no prefix is reused.",
+        ge=0.0,
+        le=0.5,
+    )
+
     @field_validator("tokens_per_block")
     @classmethod
     def _power_of_two(cls, value: int) -> int:
         if value & (value - 1):
             raise ValueError("it must be a power of two (8, 16, 32, 64, 128 or 256)")
         return value
+
+    @model_validator(mode="after")
+    def _interval_of_blocks(self) -> "KvCacheConfig":
+        if self.mamba_state_cache_interval % self.tokens_per_block:
+            raise ValueError(
+                f"mamba_state_cache_interval is {self.mamba_state_cache_interval}, which is no "
+                f"multiple of tokens_per_block ({self.tokens_per_block})"
+            )
+        return self

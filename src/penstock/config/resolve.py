@@ -9,7 +9,7 @@ from typing import TypeVar
 from penstock.config.run import Choice, RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
-from penstock.types.cache_spec import CacheSpec, FullKV, LatentKV
+from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
 from penstock.types.model_spec import ModelSpec
 
@@ -54,11 +54,12 @@ def resolve(
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
-    block_bytes = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
-    kv_cpu_bytes = 0
+    kv_block = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
+    kv_cpu_bytes = state_cpu_bytes = 0
     if kind == "cpu":
-        kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, device, block_bytes))
-    pool_tokens = (kv_cpu_bytes // block_bytes - 1) * kv.tokens_per_block if kind == "cpu" else None
+        kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, device, kv_block))
+        state_cpu_bytes = _cpu_states(spec, device, max_batch_size, dtype, tp_size)
+    pool_tokens = (kv_cpu_bytes // kv_block - 1) * kv.tokens_per_block if kind == "cpu" else None
     max_seq_len = choices.add("max_seq_len", _max_seq_len(config, spec, pool_tokens))
     return RunConfig(
         model=config.model,
@@ -83,6 +84,9 @@ def resolve(
         kv_max_tokens=kv.max_tokens,
         kv_memory_fraction=kv.free_gpu_memory_fraction,
         kv_cpu_bytes=kv_cpu_bytes,
+        state_interval=kv.mamba_state_cache_interval,
+        state_copy_share=kv.mamba_state_cache_fraction,
+        state_cpu_bytes=state_cpu_bytes,
         attention_backend=backend,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
@@ -221,14 +225,26 @@ def _step_limits(config: EngineConfig, kind: str, choices: _Choices) -> tuple[in
 
 
 def _cache_bytes_per_token(spec: ModelSpec, dtype: str, tp_size: int) -> int:
-    layer: CacheSpec = FullKV(
+    layer: FullKV | LatentKV = FullKV(
         num_kv_heads=max(1, spec.num_kv_heads // tp_size), head_size=spec.head_size, dtype=dtype
     )
     if spec.latent is not None:
         layer = LatentKV(
             latent_size=spec.latent.kv_rank, rope_size=spec.latent.rope_size, dtype=dtype
         )
-    return spec.num_layers * layer.bytes_per_token()
+    num_layers = spec.num_layers - (sum(spec.delta.layers) if spec.delta is not None else 0)
+    return num_layers * layer.bytes_per_token()
+
+
+def _cpu_states(
+    spec: ModelSpec, device: DeviceInfo, max_rows: int, dtype: str, tp_size: int
+) -> int:
+    """Bytes of recurrent states: one of each sequence and as many copies, where that is modest."""
+    if spec.delta is None:
+        return 0
+    state = sum(spec.delta.layers) * block_bytes(spec.delta.state(tp_size, dtype), 1)
+    wanted = (RESERVED_BLOCKS + 2 * max_rows) * state
+    return min(wanted, max(_GIB, device.total_bytes // 10))
 
 
 def _cpu_pool(config: EngineConfig, device: DeviceInfo, block_bytes: int) -> Reasoned[int]:

@@ -54,6 +54,9 @@ class RunConfig:
     graph_batch_sizes: tuple[int, ...]  # ascending; empty: no CUDA graphs
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
+    state_interval: int = 2048  # tokens between copies of a recurrent state
+    state_copy_share: float = 0.1  # of the cache's memory, for such copies
+    state_cpu_bytes: int = 0  # of states and copies on a CPU, beside kv_cpu_bytes
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY

@@ -68,7 +68,9 @@ class EngineConfig(StrictModel):
         "CPU.",
     )
     load_format: Literal["auto", "dummy"] = setting(
-        "auto", "auto: read the checkpoint. dummy: random weights, only config.json is read."
+        "auto",
+        "auto: read the checkpoint. dummy: random weights; only config.json is read, and the "
+        "tokenizer where there is one.",
     )
     model_kwargs: dict[str, Any] | None = setting(
         None,

@@ -49,7 +49,7 @@ def _section(name: str, ruling: Ruling, children: Mapping[str, Ruling] | str) ->
 
 _NO_RAY = "ranks are processes that Penstock starts itself"
 _NO_WAIT = "prompts are never held back to fill a step"
-_NO_MAMBA = "there is no recurrent state cache yet"
+_FP32_STATE = "recurrent states are float32"
 _NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
 _NO_DP = ignored("attention data parallelism is not there yet; attention is tensor parallel", False)
 _NO_SPECULATION = ignored("speculative decoding is not there yet; answers are the same without it")
@@ -226,10 +226,10 @@ _CACHE = {
             "dtype": Ruling(
                 Verdict.SUPPORTED, dropped={"nvfp4": "the cache can be fp8, not nvfp4"}
             ),
-            "mamba_ssm_cache_dtype": ignored(_NO_MAMBA, "auto"),
-            "mamba_ssm_stochastic_rounding": ignored(_NO_MAMBA, False),
-            "mamba_ssm_philox_rounds": ignored(_NO_MAMBA, 10),
-            "mamba_state_cache_interval": ignored(_NO_MAMBA, 256),
+            "mamba_ssm_cache_dtype": ignored(_FP32_STATE, "auto", "float32"),
+            "mamba_ssm_stochastic_rounding": ignored(_FP32_STATE, False),
+            "mamba_ssm_philox_rounds": ignored(_FP32_STATE, 10),
+            "mamba_state_cache_interval": SUPPORTED,
             "tokens_per_block": SUPPORTED,
             "use_kv_cache_manager_v2": ignored("there is one cache manager", False, True),
             "max_util_for_resume": ignored("a stopped request resumes when it fits", 0.95),

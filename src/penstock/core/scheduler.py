@@ -171,7 +171,8 @@ class Scheduler:
         # A text that grew beyond the budget before it was preempted comes back in chunks anyway.
         if not self._config.chunked_prefill and num_left <= self._config.max_num_tokens:
             return num_left if num_left <= draft.budgets[rank] else 0
-        return self._kvs[rank].chunk_limit(start, min(num_left, draft.budgets[rank]))
+        num_tokens = min(num_left, draft.budgets[rank])
+        return self._kvs[rank].chunk_limit(start, num_tokens, start + num_left)
 
     def _plan_chunk(self, draft: Draft, seq: Sequence) -> None:
         num_left = seq.num_prefill - seq.num_planned

@@ -303,6 +303,6 @@ def _num_chars(ask: GenerateInput) -> int:
 def _needs_tokenizer(what: str, param: str) -> RequestError:
     return RequestError(
         "no_tokenizer",
-        f"{what} needs a tokenizer and this engine runs with skip_tokenizer_init: true; send ids",
+        f"{what} needs a tokenizer and this engine runs without one; send ids",
         param,
     )

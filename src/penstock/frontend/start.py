@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from penstock import log
 from penstock.config.schema import EngineConfig
 from penstock.frontend.client import EngineClient
 from penstock.frontend.engine import EngineHandle
@@ -16,7 +17,9 @@ from penstock.ipc.channel import folder_of
 from penstock.text.chat import ChatTemplate, read_chat_template
 from penstock.text.dialect import Dialect, choose_dialect
 from penstock.text.harmony_prompt import HarmonyTemplate, is_gpt_oss
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import Tokenizer, has_tokenizer
+
+_log = log.get(__name__)
 
 
 async def start_pipeline(config: EngineConfig) -> tuple[GenerationPipeline, EngineHandle]:
@@ -115,11 +118,18 @@ def _chat_template(
 
 
 def tokenizer_folder(config: EngineConfig) -> Path | None:
-    """Where the tokenizer's files are, fetched if need be. None: there shall be no tokenizer."""
+    """Where the tokenizer's files are, fetched if need be. None: there shall be no tokenizer.
+
+    Random weights need none: a folder with nothing but a config.json is enough to measure speed.
+    """
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is None:
-        return local_folder(config.model, config.revision, weights=False)
+        folder = local_folder(config.model, config.revision, weights=False)
+        if config.load_format == "dummy" and not has_tokenizer(folder):
+            _log.warning("'%s' has no tokenizer: prompts must be token ids, as answers are", folder)
+            return None
+        return folder
     given = Path(config.tokenizer).expanduser()
     return given if given.is_dir() else local_folder(config.tokenizer, weights=False)
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from penstock.types.cache_spec import CacheSize
 from penstock.types.outputs import TokenDelta
 from penstock.types.request import Request
 from penstock.types.stats import EngineCounters, IterationStats
@@ -111,17 +112,17 @@ class Stop(Message, frozen=True):
 
 
 class RankReady(Message, frozen=True):
-    """Its weights are loaded, and so many cache blocks would fit beside them."""
+    """Its weights are loaded, and such a cache would fit beside them."""
 
     rank: int
-    num_blocks: int
+    cache: CacheSize
     weight_bytes: int
 
 
-class RankBlocks(Message, frozen=True):
-    """rank 0 -> rank: the number of cache blocks all ranks agreed on."""
+class RankCache(Message, frozen=True):
+    """rank 0 -> rank: the cache that all ranks agreed on."""
 
-    num_blocks: int
+    cache: CacheSize
 
 
 class RankFailed(Message, frozen=True):
@@ -131,7 +132,7 @@ class RankFailed(Message, frozen=True):
 
 ToEngine = Hello | Submit | Abort | ClientLeft
 ToClient = Ready | Deltas | Stats | Fatal
-ToRank = RankBlocks | Forward | Sample | Stop
+ToRank = RankCache | Forward | Sample | Stop
 FromRank = RankReady | RankFailed
 
 _ARRAY = (

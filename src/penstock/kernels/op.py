@@ -69,6 +69,13 @@ class Impl(Generic[P, R]):
         return None
 
 
+def _kind_of(argument: Any) -> Any:
+    """What of an argument an implementation may be chosen by; never holds a tensor."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.dtype
+    return getattr(argument, "signature", argument)
+
+
 class Op(Generic[P, R]):
     """Callable like its reference. The first registered implementation that can takes the call.
 
@@ -107,7 +114,7 @@ class Op(Generic[P, R]):
             first = self._first_on_cpu or self._find_first_on_cpu()
             if first.fits is None or first.fits(*args):  # type: ignore[call-arg]
                 return first.run(*args)  # type: ignore[call-arg]
-        key = tuple([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args])
+        key = tuple([_kind_of(a) for a in args])
         run = self._picks.get((on_gpu, key))
         if run is None:
             run = self._pick("cuda" if on_gpu else "cpu", *args)[0].run  # type: ignore[call-arg]

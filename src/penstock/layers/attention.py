@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from penstock.kernels.activation import sigmoid_mul
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, InputFormat
@@ -19,6 +20,7 @@ from penstock.layers.linear import QKVLinear, RowLinear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rope import Rope
 from penstock.parallel.parameter import new_parameter
+from penstock.parallel.shard import Piece, Share, Span, split_heads
 from penstock.types.cache_spec import FullKV
 
 
@@ -26,6 +28,9 @@ class Attention(CachedLayer):
     """`window=w`: a token sees itself and the w - 1 before it.
 
     `qk_norm_eps`: query and key heads are normalised before the rotation.
+    `gated`: a head's output is multiplied by a sigmoid of one more projection of the input.
+    `zero_centred_norms`: of queries and keys, see `RMSNorm`.
+    `sinks`: each head has a score that takes its share of the softmax and has no value.
     """
 
     def __init__(
@@ -41,6 +46,9 @@ class Attention(CachedLayer):
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
         window: int | None = None,
+        sinks: bool = False,
+        gated: bool = False,
+        zero_centred_norms: bool = False,
     ) -> None:
         super().__init__()
         self.head_size = head_size
@@ -53,17 +61,31 @@ class Attention(CachedLayer):
         if self.has_scales:
             self.k_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
             self.v_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
+        self.gated = gated
         self.qkv_proj = QKVLinear(
-            hidden_size, num_heads, num_kv_heads, head_size, bias=qkv_bias, build=build
+            hidden_size, num_heads, num_kv_heads, head_size, bias=qkv_bias, build=build, gated=gated
         )
         self.o_proj = RowLinear(
             num_heads * head_size, hidden_size, role="attention", bias=out_bias, build=build
         )
         self.qk_norm_eps = qk_norm_eps or 0.0
-        self.q_norm = RMSNorm(head_size, qk_norm_eps, build) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(head_size, qk_norm_eps, build) if qk_norm_eps is not None else None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (
+                RMSNorm(head_size, qk_norm_eps, build, zero_centred=zero_centred_norms)
+                for _ in range(2)
+            )
         self.num_heads = self.qkv_proj.num_heads
         self.num_kv_heads = self.qkv_proj.num_kv_heads
+        self.sinks: Tensor | None = None
+        if sinks:
+            ranks = build.mesh.role("attention")
+            heads = split_heads(num_heads, num_kv_heads, ranks.size, ranks.rank).query
+            share = Share(full_size=num_heads, source=heads, target=Span(0, heads.size))
+            self.sinks = new_parameter(
+                (heads.size,), torch.float32, build.device, (Piece((share,)),), typical=(0.0, 1.0)
+            )
         self.k_cache_BKSD: Tensor | None = None
         self.v_cache_BKSD: Tensor | None = None
 
@@ -90,8 +112,9 @@ class Attention(CachedLayer):
     def forward(self, x_TC: Activation, batch: ForwardBatch) -> Tensor:
         assert self.k_cache_BKSD is not None and self.v_cache_BKSD is not None, "cache not bound"
         batch = batch.of_group(self.group)
+        qkv_TND = self.qkv_proj(x_TC, batch).view(batch.num_tokens, -1, self.head_size)
         q_THD = rope_kv_write(
-            self.qkv_proj(x_TC, batch).view(batch.num_tokens, -1, self.head_size),
+            qkv_TND,
             self.q_norm.weight if self.q_norm is not None else None,
             self.k_norm.weight if self.k_norm is not None else None,
             self.qk_norm_eps,
@@ -101,9 +124,12 @@ class Attention(CachedLayer):
             self.v_cache_BKSD,
             batch.slots_T,
             *self.cache_scales,
+            self.gated,
         )
         out_THD = self.backend.attend(
-            q_THD, self.k_cache_BKSD, self.v_cache_BKSD, batch, self.params
+            q_THD, self.k_cache_BKSD, self.v_cache_BKSD, batch, self.params, self.sinks
         )
+        if self.gated:
+            out_THD = sigmoid_mul(out_THD, qkv_TND[:, 1 : 2 * self.num_heads : 2])
         wanted = self.o_proj.input_format(batch.num_tokens)
         return self.o_proj(converted(out_THD.flatten(1), wanted), batch)

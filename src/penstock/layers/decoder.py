@@ -16,7 +16,7 @@ from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import Experts, MoE
-from penstock.layers.norm import ResidualNorm
+from penstock.layers.norm import ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import Rules
@@ -27,9 +27,9 @@ class DecoderBlock(nn.Module):
         self, spec: ModelSpec, build: Build, *, attention: CachedLayer, mlp: GatedMLP | MoE
     ) -> None:
         super().__init__()
-        self.input_norm = ResidualNorm(spec.hidden_size, spec.norm_eps, build)
+        self.input_norm = _norm(spec, build)
         self.attention = attention
-        self.post_norm = ResidualNorm(spec.hidden_size, spec.norm_eps, build)
+        self.post_norm = _norm(spec, build)
         self.mlp = mlp
 
     def forward(
@@ -41,6 +41,12 @@ class DecoderBlock(nn.Module):
         wanted = self.mlp.input_format(batch.num_tokens)
         x_TD, residual_TD = self.post_norm(x_TD, residual_TD, wanted)
         return self.mlp(x_TD, batch), residual_TD
+
+
+def _norm(spec: ModelSpec, build: Build) -> ResidualNorm:
+    return ResidualNorm(
+        spec.hidden_size, spec.norm_eps, build, zero_centred=spec.zero_centred_norms
+    )
 
 
 class Decoder(nn.Module, ABC):
@@ -55,7 +61,7 @@ class Decoder(nn.Module, ABC):
         self.layers = nn.ModuleList(
             self.block(spec, layer, rope, build) for layer in range(spec.num_layers)
         )
-        self.norm = ResidualNorm(spec.hidden_size, spec.norm_eps, build)
+        self.norm = _norm(spec, build)
         table = self.embed
         if not spec.tie_embeddings:
             table = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
@@ -78,8 +84,9 @@ class Decoder(nn.Module, ABC):
 
     def finish(self) -> None:
         """After loading: every layer brings its weights into the form it computes with."""
+        kinds = CachedLayer | Experts | Linear | RMSNorm | VocabEmbedding | VocabHead
         for module in self.modules():
-            if isinstance(module, CachedLayer | Experts | Linear | VocabEmbedding | VocabHead):
+            if isinstance(module, kinds):
                 module.finish()
 
     def cache_layers(self) -> list[CachedLayer]:

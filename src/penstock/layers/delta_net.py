@@ -1,14 +1,14 @@
 """The gated delta net: a short convolution, then a linear memory of keys and values with decay.
 
-Takes the place of attention. What a sequence remembers has one size however long it is: a slot of
-two pools, which the layer is given.
+Takes the place of attention. What a sequence remembers has one size however long it is: a block of
+each of two planes.
 """
 
 # T tokens in the step, C hidden size, N entries, S slots
 # of this rank: H key heads, V value heads, R = V / H, X columns of the fused projection
 # K key size, D value size, E = R * D, P past inputs of the convolution, F its channels, W its taps
 
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,42 +17,18 @@ from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
 from penstock.layers.build import Build
+from penstock.layers.cached import CachedLayer
 from penstock.layers.handover import converted
 from penstock.layers.linear import ColumnLinear, Linear, RowLinear
 from penstock.layers.norm import RMSNorm
 from penstock.parallel.parameter import PlacedParameter, new_parameter
-from penstock.parallel.shard import Piece, Share, Span, split
-from penstock.types.cache_spec import DTYPE_BYTES
+from penstock.parallel.shard import Piece, Share, Span, split, whole
+from penstock.types.cache_spec import RecurrentState
+from penstock.types.model_spec import DeltaSpec
 
 # Means and spreads of trained values: memories of some tens of tokens.
 _TYPICAL_RATE_LOG = (0.5, 1.0)
 _TYPICAL_BIAS = (-4.0, 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecurrentState:
-    """What a layer keeps of one sequence: two arrays, renewed by every step."""
-
-    num_past: int  # inputs of the convolution
-    num_channels: int  # on this rank, as below
-    conv_dtype: str
-    num_value_heads: int
-    key_size: int
-    value_size: int
-    state_dtype: str = "float32"  # it sums up all tokens: a short float would forget
-
-    @property
-    def conv_shape(self) -> tuple[int, int]:
-        return self.num_past, self.num_channels
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        return self.num_value_heads, self.key_size, self.value_size
-
-    def bytes_per_slot(self) -> int:
-        conv = self.num_past * self.num_channels * DTYPE_BYTES[self.conv_dtype]
-        state = self.num_value_heads * self.key_size * self.value_size
-        return conv + state * DTYPE_BYTES[self.state_dtype]
 
 
 class ShortConv(nn.Module):
@@ -72,42 +48,44 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(kept, requires_grad=False)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(CachedLayer):
     """Key heads, each with its value heads, are split over the ranks.
 
     The rows of `in_proj_qkvz` and `in_proj_ba` come key head by key head: query, key, the values of
-    its R value heads, their gates; and b, then a, of the same. So the share of a rank is one range
-    of rows, and they stay as they are, in whatever form they are kept: the convolution picks its
+    its R value heads, their gates; and b, then a, of the same. So what is of a rank is one range of
+    rows, and they stay as they are, in whatever form they are kept: the convolution picks its
     channels from among the columns.
     """
 
     def __init__(
         self,
         hidden_size: int,
+        spec: DeltaSpec,
         *,
-        num_key_heads: int,
-        num_value_heads: int,
-        key_size: int,
-        value_size: int,
-        conv_width: int,
         norm_eps: float,
         build: Build,
     ) -> None:
         super().__init__()
+        num_key_heads, num_value_heads = spec.num_key_heads, spec.num_value_heads
+        key_size, value_size = spec.key_size, spec.value_size
         ranks = build.mesh.role("attention")
         heads = split("the number of key heads", num_key_heads, ranks.size, ranks.rank)
         group = num_value_heads // num_key_heads
         values = Span(heads.start * group, heads.size * group)
         self.num_key_heads, self.num_value_heads = heads.size, values.size
-        self.key_size, self.value_size, self.group = key_size, value_size, group
+        self.key_size, self.value_size, self.heads_per_key = key_size, value_size, group
         self.keys_width, self.values_width = heads.size * key_size, values.size * value_size
         self.head_width = 2 * key_size + 2 * group * value_size  # columns of one key head
 
-        def columns(*out_sizes: int) -> ColumnLinear:
-            return ColumnLinear(hidden_size, out_sizes, role="attention", bias=False, build=build)
-
-        self.in_proj_qkvz = columns(num_key_heads * self.head_width)
-        self.in_proj_ba = columns(2 * num_value_heads)
+        self.in_proj_qkvz = ColumnLinear(
+            hidden_size, (num_key_heads * self.head_width,), role="attention", bias=False,
+            build=build,
+        )  # fmt: skip
+        # Every rank has all of these few rows: those of several may share the scale of a block.
+        self.in_proj_ba = Linear(
+            (whole(2 * num_value_heads),), whole(hidden_size), bias=False, build=build
+        )
+        self.ba_columns = slice(2 * values.start, 2 * values.stop)
         all_keys, all_values = num_key_heads * key_size, num_value_heads * value_size
         self.conv1d = ShortConv(
             (
@@ -116,25 +94,18 @@ class GatedDeltaNet(nn.Module):
                 _channels(2 * all_keys, values, value_size),
             ),
             2 * all_keys + all_values,
-            conv_width,
+            spec.conv_width,
             build,
         )
         self.A_log = _per_head(num_value_heads, values, _TYPICAL_RATE_LOG, build)
         self.dt_bias = _per_head(num_value_heads, values, _TYPICAL_BIAS, build)
-        self.norm = RMSNorm(value_size, norm_eps, build)
+        self.out_norm = RMSNorm(value_size, norm_eps, build)
         self.out_proj = RowLinear(
             all_values, hidden_size, role="attention", bias=False, build=build
         )
         self.register_buffer("columns_F", self._columns().to(build.device), persistent=False)
         self.columns_F: Tensor
-        self.spec = RecurrentState(
-            num_past=conv_width - 1,
-            num_channels=2 * self.keys_width + self.values_width,
-            conv_dtype=str(build.dtype).removeprefix("torch."),
-            num_value_heads=values.size,
-            key_size=key_size,
-            value_size=value_size,
-        )
+        self.state = spec.state(ranks.size, str(build.dtype).removeprefix("torch."))
         self.conv_SPF: Tensor | None = None
         self.state_SVKD: Tensor | None = None
 
@@ -142,36 +113,37 @@ class GatedDeltaNet(nn.Module):
         """Which column of the fused projection each channel of the convolution reads."""
         at_HX = torch.arange(self.num_key_heads * self.head_width, dtype=torch.int32)
         at_HX = at_HX.view(self.num_key_heads, self.head_width)
-        sizes = (self.key_size, self.key_size, self.group * self.value_size)
+        sizes = (self.key_size, self.key_size, self.heads_per_key * self.value_size)
         return torch.cat([part.flatten() for part in at_HX[:, : sum(sizes)].split(sizes, dim=1)])
 
     def finish(self) -> None:
         self.conv1d.finish()
 
-    def state_spec(self) -> RecurrentState:
-        return self.spec
+    def cache_spec(self) -> RecurrentState:
+        return self.state
 
-    def bind_state(self, conv_SPF: Tensor, state_SVKD: Tensor) -> None:
-        self.conv_SPF, self.state_SVKD = conv_SPF, state_SVKD
+    def bind_cache(self, *planes: Tensor) -> None:
+        self.conv_SPF, self.state_SVKD = planes
 
     def input_format(self, num_tokens: int) -> InputFormat:
         """The one that both projections want; plain where they differ."""
         wanted = self.in_proj_qkvz.input_format(num_tokens)
         return wanted if wanted == self.in_proj_ba.input_format(num_tokens) else PLAIN
 
-    def forward(
-        self, x_TC: Activation, batch: ForwardBatch, slots_N: Tensor, has_state_N: Tensor
-    ) -> Tensor:
-        """An entry reads and renews its slot; without a state it begins with zeros."""
-        assert self.conv_SPF is not None and self.state_SVKD is not None, "state not bound"
+    def forward(self, x_TC: Activation, batch: ForwardBatch) -> Tensor:
+        """An entry reads and renews its slot; the first tokens of a text begin with zeros."""
+        assert self.conv_SPF is not None and self.state_SVKD is not None, "cache not bound"
+        batch = batch.of_group(self.group)
         qkvz_TX = _project(self.in_proj_qkvz, x_TC, batch)
-        ba_TX = _project(self.in_proj_ba, x_TC, batch)
-        places = (slots_N, has_state_N, batch.query_starts_N1, batch.num_decodes)
+        ba_TX = _project(self.in_proj_ba, x_TC, batch)[:, self.ba_columns]
+        places = (*_states(batch), batch.query_starts_N1, batch.num_decodes)
         qkv_TF = causal_conv(qkvz_TX, self.columns_F, self.conv1d.weight, self.conv_SPF, *places)
         widths = (self.keys_width, self.keys_width, self.values_width)
         q_TX, k_TX, v_TX = qkv_TF.split(widths, dim=1)
         g_TV, beta_TV = delta_gates(
-            ba_TX.unflatten(1, (self.num_key_heads, 2 * self.group)), self.A_log, self.dt_bias
+            ba_TX.unflatten(1, (self.num_key_heads, 2 * self.heads_per_key)),
+            self.A_log,
+            self.dt_bias,
         )
         out_TVD = gated_delta(
             q_TX.unflatten(1, (self.num_key_heads, self.key_size)),
@@ -183,10 +155,21 @@ class GatedDeltaNet(nn.Module):
             *places,
         )
         by_head_THX = qkvz_TX.unflatten(1, (self.num_key_heads, self.head_width))
-        z_THE = by_head_THX[:, :, 2 * self.key_size + self.group * self.value_size :]
-        out_TVD = rms_norm_gated(out_TVD, z_THE, self.norm.weight, self.norm.eps)
+        z_THE = by_head_THX[:, :, 2 * self.key_size + self.heads_per_key * self.value_size :]
+        out_TVD = rms_norm_gated(out_TVD, z_THE, self.out_norm.weight, self.out_norm.eps)
         wanted = self.out_proj.input_format(batch.num_tokens)
         return self.out_proj(converted(out_TVD.flatten(1), wanted), batch)
+
+
+def _states(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    """(slot, whether it holds a state) of each entry, found once for all layers."""
+    if "states" not in batch.plans:
+        slots_N, positions_N = batch.slots_T, batch.positions_T
+        if batch.num_decodes < batch.num_entries:
+            first_N = batch.query_starts_N1[:-1].long()
+            slots_N, positions_N = slots_N[first_N], positions_N[first_N]
+        batch.plans["states"] = slots_N.int(), positions_N > 0
+    return cast(tuple[Tensor, Tensor], batch.plans["states"])
 
 
 def _project(layer: Linear, x_TC: Activation, batch: ForwardBatch) -> Tensor:

@@ -77,7 +77,10 @@ class ColumnLinear(Linear):
 
 
 class QKVLinear(Linear):
-    """Query, key and value of attention. KV heads are repeated when there are fewer than ranks."""
+    """Query, key and value of attention. KV heads are repeated when there are fewer than ranks.
+
+    `gated`: behind each head of the query lies one more, its gate.
+    """
 
     def __init__(
         self,
@@ -88,17 +91,18 @@ class QKVLinear(Linear):
         *,
         bias: bool,
         build: Build,
+        gated: bool = False,
     ) -> None:
         ranks = build.mesh.role("attention")
         heads = split_heads(num_heads, num_kv_heads, ranks.size, ranks.rank)
 
-        def columns(num_all: int, span: Span) -> tuple[int, Span]:
-            return num_all * head_size, Span(span.start * head_size, span.size * head_size)
+        def columns(num_all: int, span: Span, size: int) -> tuple[int, Span]:
+            return num_all * size, Span(span.start * size, span.size * size)
 
         parts = [
-            columns(num_heads, heads.query),
-            columns(num_kv_heads, heads.kv),
-            columns(num_kv_heads, heads.kv),
+            columns(num_heads, heads.query, head_size * (2 if gated else 1)),
+            columns(num_kv_heads, heads.kv, head_size),
+            columns(num_kv_heads, heads.kv, head_size),
         ]
         super().__init__(stack_shares(parts), whole(in_size), bias=bias, build=build)
         self.num_heads = heads.query.size  # on this rank

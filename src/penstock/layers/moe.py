@@ -1,6 +1,7 @@
 """A feed-forward block of many experts: a router sends each token to a few, a shared one sees all.
 
-Every rank of the role "experts" holds a share of the features of every expert.
+Every rank of the role "experts" holds a share of the features of every expert, an equal one where
+the number format allows it.
 """
 
 # T tokens in the step, D hidden size, E experts, S slots, K experts of a token
@@ -17,7 +18,7 @@ from penstock.layers.handover import converted
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.parameter import new_parameter
-from penstock.parallel.shard import split
+from penstock.parallel.shard import Span, split, split_groups
 from penstock.quant.scheme import ExpertsScheme, ExpertsShape
 
 
@@ -61,13 +62,8 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.ranks = build.mesh.role("experts")
-        self.shape = ExpertsShape(
-            num_slots=num_experts,
-            hidden_size=hidden_size,
-            num_features=inner_size,
-            features=split("an expert's width", inner_size, self.ranks.size, self.ranks.rank),
-            has_bias=bias,
-        )
+        self.num_slots = num_experts
+        self.hidden_size, self.inner_size, self.has_bias = hidden_size, inner_size, bias
         self.dtype, self.device = build.dtype, build.device
         self.gate = gate
         self.by_reference, self.max_tokens = build.experts.by_reference, build.experts.max_tokens
@@ -83,7 +79,21 @@ class Experts(nn.Module):
     def use(self, scheme: ExpertsScheme) -> None:
         """How the numbers are kept; said once the layer's place in the model is known."""
         self.scheme = scheme
-        scheme.create(self, self.shape, self.dtype, self.device)
+        shape = ExpertsShape(
+            num_slots=self.num_slots,
+            hidden_size=self.hidden_size,
+            num_features=self.inner_size,
+            features=self._features(scheme.group),
+            has_bias=self.has_bias,
+        )
+        scheme.create(self, shape, self.dtype, self.device)
+
+    def _features(self, group: int) -> Span:
+        """Of this rank: an equal share, or as equal a one as groups allow."""
+        what, size, rank = "an expert's width", self.ranks.size, self.ranks.rank
+        if group == 1:
+            return split(what, self.inner_size, size, rank)
+        return split_groups(what, self.inner_size, group, size, rank)
 
     def finish(self) -> None:
         """After loading: the parameters are now the scheme's own and no checkpoint fits them."""

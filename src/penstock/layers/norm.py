@@ -2,6 +2,7 @@
 
 # T tokens in the step, D size of what is normalised
 
+import torch
 from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
@@ -12,10 +13,19 @@ from penstock.parallel.parameter import new_parameter
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, build: Build) -> None:
+    """`zero_centred`: the checkpoint has what is added to one. The sum is kept in fp32, since small
+    numbers beside a one are lost in a shorter float."""
+
+    def __init__(self, size: int, eps: float, build: Build, *, zero_centred: bool = False) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = new_parameter((size,), build.dtype, build.device)
+        self.eps, self.zero_centred = eps, zero_centred
+        dtype, typical = (torch.float32, (0.0, 0.1)) if zero_centred else (build.dtype, None)
+        self.weight = new_parameter((size,), dtype, build.device, typical=typical)
+
+    def finish(self) -> None:
+        """After loading: the weight is what is multiplied with."""
+        if self.zero_centred:
+            self.weight.add_(1.0)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.weight, self.eps)

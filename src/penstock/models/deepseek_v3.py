@@ -70,6 +70,7 @@ class DeepseekForCausalLM(Decoder):
             scale=moe.scale,
             num_groups=moe.num_groups,
             num_active_groups=moe.num_active_groups,
+            num_best=moe.num_best,
         )
         return MoE(
             spec.hidden_size,

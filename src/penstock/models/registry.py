@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _MODELS = {
     "DeepseekV2ForCausalLM": "penstock.models.deepseek_v3:DeepseekForCausalLM",
     "DeepseekV3ForCausalLM": "penstock.models.deepseek_v3:DeepseekForCausalLM",
+    "GptOssForCausalLM": "penstock.models.gpt_oss:GptOssForCausalLM",
     "LlamaForCausalLM": "penstock.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "penstock.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "penstock.models.mixtral:MixtralForCausalLM",
@@ -25,6 +26,7 @@ _MODELS = {
     "Qwen2MoeForCausalLM": "penstock.models.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "penstock.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "penstock.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "penstock.models.qwen3_next:Qwen3NextForCausalLM",
 }
 
 
@@ -70,7 +72,7 @@ def build_model(
             sources = [model.weight_rules.source(Target(name, part)) for part in parts]
             layer.use(schemes.linear(sources))
         elif isinstance(layer, Experts):
-            parts = range(2 * layer.shape.num_slots)
+            parts = range(2 * layer.num_slots)
             sources = [model.weight_rules.source(Target(f"{name}.gate_up", p)) for p in parts]
             layer.use(schemes.experts(sources))
     return model

@@ -7,7 +7,7 @@ Needs no torch.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ from penstock.hub.gguf import GgufFile, is_gguf
 from penstock.models.gguf import config_of
 from penstock.models.registry import supported_architectures
 from penstock.quant.parse import parse_quantization
-from penstock.types.model_spec import LatentSpec, ModelSpec, MoeSpec, QuantSpec, RopeSpec
+from penstock.types.model_spec import (
+    DeltaSpec,
+    LatentSpec,
+    ModelSpec,
+    MoeSpec,
+    QuantSpec,
+    RopeSpec,
+)
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -31,6 +38,8 @@ class _Experts:
     inner_size: int | None = None  # None: the width of the model's MLPs
     shared_size: int = 0
     renormalize: bool | None = None  # None: as `norm_topk_prob` says
+    norm_topk: bool = False  # where that says nothing
+    gate_limit: float | None = None  # where `swiglu_limit` says nothing; None: there is never one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +68,17 @@ class _Family:
     eos: int | None = None
     qkv_bias: bool | None = None  # where `qkv_bias` does not; None: as `attention_bias` says
     out_bias: bool | None = None
+    attention_bias: bool = False  # where `attention_bias` says nothing
     mlp_bias: bool | None = False
     qk_norm: bool = False
-    windows: str = "by layer"  # "none", "all layers", "all layers if used", "by layer"
+    windows: str = "by layer"  # or "none", "all layers", "all layers if used", "every second"
     window: int | None = 4096  # of all layers, where the file does not even say null
     windows_alternate: bool = False  # every second one below max_window_layers, not those above
+    rotated: float | None = None  # share of a head where the file says none; None: always all
+    norm_eps: float = 1e-6
+    rope: Mapping[str, Any] = field(default_factory=dict)  # where the file says nothing of it
+    has_delta: bool = False  # most of its layers have a gated delta net, no attention
+    zero_centred_norms: bool = False
     experts: _Experts | None = None  # None: the model has none
     deepseek: _Deepseek | None = None  # it has latent attention, and experts of its own kind
 
@@ -104,6 +119,26 @@ _FAMILIES = {
             num_active=8,
             inner_size=2048,
         ),
+    ),
+    "gpt_oss": _Family(
+        architecture="GptOssForCausalLM",
+        max_position=131072,
+        num_kv_heads=8,
+        head_size=64,
+        attention_bias=True,
+        windows="every second",
+        window=128,
+        norm_eps=1e-5,
+        rope={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        experts=_Experts(num_experts=128, num_active=4, renormalize=True, gate_limit=7.0),
     ),
     "llama": _Family(
         architecture="LlamaForCausalLM",
@@ -153,6 +188,19 @@ _FAMILIES = {
         windows="all layers if used",
         experts=_Experts(num_experts=128, num_active=8, inner_size=768),
     ),
+    "qwen3_next": _Family(
+        architecture="Qwen3NextForCausalLM",
+        num_kv_heads=2,
+        head_size=256,
+        qk_norm=True,
+        windows="none",
+        rotated=0.25,
+        has_delta=True,
+        zero_centred_norms=True,
+        experts=_Experts(
+            num_experts=512, num_active=10, inner_size=512, shared_size=512, norm_topk=True
+        ),
+    ),
 }
 
 
@@ -184,9 +232,9 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
     max_position = config.count("max_position_embeddings", family.max_position)
     num_layers = config.count("num_hidden_layers")
     windows = _windows(config, family, num_layers)
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = bool(config.get("attention_bias", family.attention_bias))
     qkv_bias = config.get("qkv_bias", family.qkv_bias)
-    rope, max_position = _rope(config, max_position, original_max_position or max_position)
+    rope, max_position = _rope(config, family, max_position, original_max_position or max_position)
 
     return ModelSpec(
         architecture=family.architecture,
@@ -199,7 +247,7 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_position=max_position,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", family.norm_eps),
         hidden_act=activation,
         rope=rope,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -209,7 +257,9 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
             config.get("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
         ),
         qk_norm=family.qk_norm,
+        zero_centred_norms=family.zero_centred_norms,
         latent=latent,
+        delta=_delta(config, num_layers) if family.has_delta else None,
         num_draft_layers=num_draft_layers,
         window=next((window for window in windows if window is not None), None),
         layer_windows=windows,
@@ -308,27 +358,63 @@ def _latent(config: _Fields) -> LatentSpec:
     )
 
 
+def _delta(config: _Fields, num_layers: int) -> DeltaSpec:
+    interval = config.count("full_attention_interval", 4)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [
+            "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
+            for layer in range(num_layers)
+        ]
+    known = {"linear_attention", "full_attention"}
+    if len(kinds) != num_layers or set(kinds) != known:
+        config.refuse(
+            "layer_types",
+            f"is {kinds}, it must name {num_layers} layers, some linear_attention and some "
+            "full_attention",
+        )
+    num_key_heads = config.count("linear_num_key_heads", 16)
+    num_value_heads = config.count("linear_num_value_heads", 32)
+    if num_value_heads % num_key_heads:
+        config.refuse(
+            "linear_num_value_heads",
+            f"{num_value_heads} is no multiple of {num_key_heads} key heads",
+        )
+    return DeltaSpec(
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_size=config.count("linear_key_head_dim", 128),
+        value_size=config.count("linear_value_head_dim", 128),
+        conv_width=config.count("linear_conv_kernel_dim", 4, least=2),
+    )
+
+
 def _deepseek_moe(config: _Fields, defaults: _Deepseek, num_layers: int) -> MoeSpec:
     num_dense = config.count("first_k_dense_replace", defaults.num_dense_layers, least=0)
     if (every := config.count("moe_layer_freq", 1)) != 1:
         config.refuse("moe_layer_freq", f"is {every}, only 1 is supported")
     if (score := config.get("scoring_func", defaults.score)) != defaults.score:
         config.refuse("scoring_func", f"is '{score}', only '{defaults.score}' is supported")
-    has_groups = score == "sigmoid"
-    method = "noaux_tc" if has_groups else "greedy"
-    if (asked := config.get("topk_method", method)) != method:
-        config.refuse("topk_method", f"is '{asked}', only '{method}' is supported")
+    is_corrected = score == "sigmoid"
+    methods = ("noaux_tc",) if is_corrected else ("greedy", "group_limited_greedy")
+    if (method := config.get("topk_method", methods[0])) not in methods:
+        config.refuse("topk_method", f"is '{method}', only {' and '.join(methods)} are supported")
+    has_groups = method != "greedy"
     inner_size = config.count("moe_intermediate_size", defaults.inner_size)
     return MoeSpec(
         layers=tuple(layer >= num_dense for layer in range(num_layers)),
         num_experts=config.count("n_routed_experts", defaults.num_experts),
         num_active=config.count("num_experts_per_tok", defaults.num_active),
         inner_size=inner_size,
-        renormalize=has_groups and bool(config.get("norm_topk_prob", True)),
+        renormalize=is_corrected and bool(config.get("norm_topk_prob", True)),
         score=score,
         scale=config.number("routed_scaling_factor", defaults.scale),
-        num_groups=config.count("n_group", 8) if has_groups else 1,
-        num_active_groups=config.count("topk_group", 4) if has_groups else 1,
+        num_groups=config.count("n_group", 8 if is_corrected else None) if has_groups else 1,
+        num_active_groups=(
+            config.count("topk_group", 4 if is_corrected else None) if has_groups else 1
+        ),
+        num_best=2 if is_corrected else 1,
         shared_size=inner_size * config.count("n_shared_experts", defaults.num_shared, least=0),
     )
 
@@ -342,13 +428,15 @@ def _windows(config: _Fields, family: _Family, num_layers: int) -> tuple[int | N
         default = None if config.has("sliding_window") else family.window
         window = config.get("sliding_window", default)
         return (None if window is None else config.count("sliding_window", default),) * num_layers
-    if not config.get("use_sliding_window", False):
+    if family.windows != "every second" and not config.get("use_sliding_window", False):
         return (None,) * num_layers
-    window = config.count("sliding_window", 4096)
+    window = config.count("sliding_window", family.window)
     if family.windows == "all layers if used":
         return (window,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
+        if family.windows == "every second":
+            return tuple(None if layer % 2 else window for layer in range(num_layers))
         first = config.get("max_window_layers", 28)
         if family.windows_alternate:
             return tuple(
@@ -382,7 +470,7 @@ def _moe(config: _Fields, family: _Family, num_layers: int) -> MoeSpec | None:
         inner_size = config.count("moe_intermediate_size", defaults.inner_size)
     renormalize = defaults.renormalize
     if renormalize is None:
-        renormalize = config.get("norm_topk_prob", False)
+        renormalize = config.get("norm_topk_prob", defaults.norm_topk)
     return MoeSpec(
         layers=tuple(n not in dense and (n + 1) % step == 0 for n in range(num_layers)),
         num_experts=num_experts,
@@ -390,28 +478,40 @@ def _moe(config: _Fields, family: _Family, num_layers: int) -> MoeSpec | None:
         inner_size=inner_size,
         renormalize=bool(renormalize),
         shared_size=shared_size,
+        gate_limit=(
+            None
+            if defaults.gate_limit is None
+            else config.number("swiglu_limit", defaults.gate_limit)
+        ),
     )
 
 
-def _rope(config: _Fields, max_position: int, original: int) -> tuple[RopeSpec, int]:
+def _rope(
+    config: _Fields, family: _Family, max_position: int, original: int
+) -> tuple[RopeSpec, int]:
     """The rotary embedding, and the longest position the model is meant for with it.
 
     `original` is max_position_embeddings as the file has it, before overrides: dynamic scaling
     starts there. Linear and yarn scaling reach `factor` times as far as the model was trained.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = config.get("rope_parameters") or config.get("rope_scaling") or family.rope
     if any(isinstance(value, Mapping) for value in given.values()):
         config.refuse("rope_parameters", "different rotary embeddings per layer are not supported")
     rope = _Fields(config.folder, dict(given))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_KINDS:
         config.refuse("rope type", f"'{kind}' is not supported; there are {', '.join(_ROPE_KINDS)}")
-    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    partial = rope.number(
+        "partial_rotary_factor", config.number("partial_rotary_factor", family.rotated or 1.0)
+    )
+    if family.rotated is None and partial != 1.0:
         config.refuse("partial_rotary_factor", f"is {partial}, only 1.0 is supported")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    if not 0.0 < partial <= 1.0:
+        config.refuse("partial_rotary_factor", f"is {partial}, it must be a share of the head")
+    usual = family.rope.get("rope_theta", 10000.0)
+    theta = rope.number("rope_theta", config.number("rope_theta", usual))
     if kind == "default":
-        return RopeSpec(theta=theta), max_position
+        return RopeSpec(theta=theta, partial_factor=partial), max_position
 
     if kind in ("llama3", "yarn"):
         original = config.get("original_max_position_embeddings") or rope.count(
@@ -431,6 +531,7 @@ def _rope(config: _Fields, max_position: int, original: int) -> tuple[RopeSpec, 
         mscale=rope.get("mscale"),
         mscale_all_dim=rope.get("mscale_all_dim"),
         truncate=bool(rope.get("truncate", True)),
+        partial_factor=partial,
     )
     if kind == "linear":
         max_position = int(max_position * factor)

@@ -83,6 +83,18 @@ def split(what: str, size: int, num_ranks: int, rank: int) -> Span:
     return Span(rank * part, part)
 
 
+def split_groups(what: str, size: int, group: int, num_ranks: int, rank: int) -> Span:
+    """The `rank`-th of `num_ranks` parts, all of whole groups and as equal as these allow."""
+    num_groups = -(-size // group)
+    if num_groups < num_ranks:
+        raise ConfigError(
+            f"{what} is {size}, which is {num_groups} times {group} that must stay together; "
+            f"use a tensor-parallel size of at most {num_groups}"
+        )
+    start, stop = (edge * num_groups // num_ranks * group for edge in (rank, rank + 1))
+    return Span(start, min(stop, size) - start)
+
+
 def split_heads(num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> HeadShare:
     """Query heads split equally; KV heads split, or repeat when there are fewer than ranks."""
     query = split("the number of attention heads", num_heads, num_ranks, rank)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from penstock.errors import ConfigError
 from penstock.hub.gguf import is_gguf
 from penstock.kernels.native import library
-from penstock.quant.fp8 import Fp8Scheme
+from penstock.quant.fp8 import Fp8Experts, Fp8Scheme
+from penstock.quant.mxfp4 import Mxfp4Experts
 from penstock.quant.none import Unquantized, UnquantizedExperts
 from penstock.quant.packed import PackedCodes, PackedExperts
 from penstock.quant.parse import is_excluded
@@ -42,27 +43,25 @@ def choose_schemes(
     is_exact = device.type == "cpu" and dtype is torch.float32
     if path is not None and is_exact and is_gguf(path) and library() is not None:
         packed = PackedCodes()
-        of_experts = plain_experts if experts_by_reference else PackedExperts()
-        return Schemes(tables=packed, linear=lambda names: packed, experts=lambda names: of_experts)
+        packed_experts = plain_experts if experts_by_reference else PackedExperts()
+        return Schemes(
+            tables=packed, linear=lambda names: packed, experts=lambda names: packed_experts
+        )
     if quantization is None or quantization.format is None:
         return Schemes(
             tables=plain, linear=lambda names: plain, experts=lambda names: plain_experts
         )
-    scheme = _scheme(quantization.format)
-
-    def experts(names: Sequence[str]) -> ExpertsScheme:
-        if not is_excluded(quantization, names):
-            raise ConfigError(f"experts of 8-bit floats are not supported yet ({names[0]}, ...)")
-        return plain_experts
-
+    of_linear, of_experts = _schemes(quantization.format)
     return Schemes(
         tables=plain,
-        linear=lambda names: plain if is_excluded(quantization, names) else scheme,
-        experts=experts,
+        linear=lambda names: plain if is_excluded(quantization, names) else of_linear,
+        experts=lambda names: plain_experts if is_excluded(quantization, names) else of_experts,
     )
 
 
-def _scheme(format: Fp8Spec) -> LinearScheme:
+def _schemes(format: Fp8Spec | Literal["mxfp4"]) -> tuple[LinearScheme, ExpertsScheme]:
     match format:
         case Fp8Spec():
-            return Fp8Scheme(format)
+            return Fp8Scheme(format), Fp8Experts(format)
+        case "mxfp4":
+            return Unquantized(), Mxfp4Experts()

@@ -23,9 +23,18 @@ from penstock.kernels.formats import (
 )
 from penstock.kernels.fp8 import BLOCK, fp8_linear, weight_values
 from penstock.kernels.gemm import gated_linear
+from penstock.kernels.moe import ExpertWeights
 from penstock.parallel.parameter import PlacedParameter, new_parameter
 from penstock.parallel.shard import Piece, Share, Span
-from penstock.quant.scheme import LinearShape, create_bias, gates_with_product, matrix_pieces
+from penstock.quant.scheme import (
+    ExpertsShape,
+    LinearShape,
+    apply_experts,
+    create_bias,
+    create_expert_biases,
+    gates_with_product,
+    matrix_pieces,
+)
 from penstock.types.model_spec import Fp8Spec
 
 _DUMMY_SPREAD = 64.0  # of random 8-bit weights: seven times this is the largest number
@@ -70,14 +79,8 @@ class Fp8Scheme:
             layer.input_scale = input_scale
 
     def input_format(self, layer: Any, num_tokens: int) -> InputFormat:
-        match self._spec.inputs:
-            case "static":
-                return Fp8Static(layer.input_scale)
-            case "row":
-                return Fp8Rows()
-            case "group":
-                return Fp8Groups(BLOCK)
-        raise AssertionError(self._spec)
+        scale_1 = layer.input_scale if self._spec.inputs == "static" else None
+        return _input_format(self._spec, scale_1)
 
     def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
         assert isinstance(x_TI, Fp8)
@@ -116,6 +119,113 @@ class Fp8Scheme:
             case _:
                 raise AssertionError(self._spec)
         return new_parameter(size, torch.float32, device, pieces, typical=(dummy, 0.0))
+
+
+class Fp8Experts:
+    """As `Fp8Scheme`. Scales of whole matrices become one per output: those of gate and up differ.
+
+    Of the scales of static inputs the largest counts, of all experts: their input is one and the
+    same, and of what the gates make nothing overflows either.
+    """
+
+    def __init__(self, spec: Fp8Spec) -> None:
+        self._spec = spec
+
+    @property
+    def group(self) -> int:
+        return BLOCK if self._spec.weights == "block" else 1
+
+    def create(
+        self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        num_slots, size, features = shape.num_slots, shape.hidden_size, shape.features.size
+        for part, outputs, inputs, pieces in (
+            (layer.gate_up, 2 * features, size, shape.gate_up_pieces()),
+            (layer.down, size, features, shape.down_pieces()),
+        ):
+            part.weight = new_parameter(
+                (num_slots, outputs, inputs), torch.float8_e4m3fn, device, pieces,
+                typical=(0.0, _DUMMY_SPREAD),
+            )  # fmt: skip
+            scale = self._weight_scale(num_slots, outputs, inputs, pieces, device)
+            setattr(part, self._spec.scale_name, scale)
+            if self._spec.inputs == "static":
+                part.input_scale = _scale_per_expert(num_slots, pieces, device, _DUMMY_INPUT_SCALE)
+        create_expert_biases(layer, shape, dtype, device)
+
+    def finish(self, layer: Any) -> None:
+        for part in (layer.gate_up, layer.down):
+            weight, scale = part.weight.detach(), getattr(part, self._spec.scale_name).detach()
+            del part.weight
+            delattr(part, self._spec.scale_name)
+            if self._spec.weights == "tensor":
+                scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
+            input_scale = None
+            if self._spec.inputs == "static":
+                input_scale = part.input_scale.detach().amax().view(1)
+                del part.input_scale
+            inputs = _input_format(self._spec, input_scale)
+            part.weight = ExpertWeights(weight, weight.shape[2], scale.contiguous(), inputs)
+
+    def apply(
+        self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
+    ) -> Tensor:
+        gate_up, down = layer.gate_up.weight, layer.down.weight
+        return apply_experts(layer, x_TD, slots_TK, weights_TK, gate_up, down, add_bias)
+
+    def _weight_scale(
+        self,
+        num_slots: int,
+        outputs: int,
+        inputs: int,
+        pieces: tuple[Piece, ...],
+        device: torch.device,
+    ) -> PlacedParameter:
+        dummy = 1 / (_DUMMY_SPREAD * math.sqrt(inputs))
+        match self._spec.weights:
+            case "tensor":
+                return _scale_per_expert(num_slots, pieces, device, dummy)
+            case "channel":
+                pieces = tuple(Piece(piece.shares[:2]) for piece in pieces)
+                size: tuple[int, ...] = (num_slots, outputs)
+            case "block":
+                pieces = tuple(
+                    Piece((piece.shares[0], *map(_in_blocks, piece.shares[1:]))) for piece in pieces
+                )
+                size = (num_slots, *(share.target.stop for share in pieces[-1].shares[1:]))
+            case _:
+                raise AssertionError(self._spec)
+        return new_parameter(size, torch.float32, device, pieces, typical=(dummy, 0.0))
+
+
+def _scale_per_expert(
+    num_slots: int, pieces: tuple[Piece, ...], device: torch.device, dummy: float
+) -> PlacedParameter:
+    """One number for each matrix of each slot."""
+    num_parts = len(pieces) // num_slots
+    placed = tuple(
+        Piece(
+            (
+                piece.shares[0],
+                Share(full_size=1, source=Span(0, 1), target=Span(number % num_parts, 1)),
+            )
+        )
+        for number, piece in enumerate(pieces)
+    )
+    size = (num_slots, num_parts)
+    return new_parameter(size, torch.float32, device, placed, typical=(dummy, 0.0))
+
+
+def _input_format(spec: Fp8Spec, scale_1: Tensor | None) -> InputFormat:
+    match spec.inputs:
+        case "static":
+            assert scale_1 is not None, spec
+            return Fp8Static(scale_1)
+        case "row":
+            return Fp8Rows()
+        case "group":
+            return Fp8Groups(BLOCK)
+    raise AssertionError(spec)
 
 
 def _scale_per_part(shape: LinearShape, device: torch.device, dummy: float) -> PlacedParameter:

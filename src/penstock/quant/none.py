@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat, Plain
 from penstock.kernels.gemm import gated_linear, linear, packed
-from penstock.kernels.moe import experts, touched_experts
+from penstock.kernels.moe import plain_weights, touched_experts
 from penstock.parallel.parameter import new_parameter
 from penstock.quant.scheme import (
     ExpertsShape,
     LinearShape,
+    apply_experts,
     create_bias,
     create_expert_biases,
     gates_with_product,
@@ -64,6 +65,8 @@ class Unquantized:
 class UnquantizedExperts:
     """Stacked, except on a CPU, where each matrix is packed for itself."""
 
+    group = 1
+
     def create(
         self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -87,11 +90,10 @@ class UnquantizedExperts:
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
     ) -> Tensor:
         gate_up, down = layer.gate_up, layer.down
-        down_bias = down.bias if add_bias else None
-        arguments = (
-            x_TD, slots_TK, weights_TK, gate_up.weight, down.weight, gate_up.bias, down_bias,
-            layer.gate,
+        if not isinstance(gate_up.weight, list):
+            matrices = plain_weights(gate_up.weight), plain_weights(down.weight)
+            return apply_experts(layer, x_TD, slots_TK, weights_TK, *matrices, add_bias)
+        return touched_experts(
+            x_TD, slots_TK, weights_TK, gate_up.weight, down.weight, gate_up.bias,
+            down.bias if add_bias else None, layer.gate,
         )  # fmt: skip
-        if isinstance(gate_up.weight, list):
-            return touched_experts(*arguments)
-        return experts.reference(*arguments) if layer.by_reference else experts(*arguments)

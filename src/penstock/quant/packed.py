@@ -69,6 +69,8 @@ class PackedCodes:
 class PackedExperts:
     """Every matrix of every expert for itself."""
 
+    group = 1  # a share that cuts through one is unpacked
+
     def create(
         self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     ) -> None:

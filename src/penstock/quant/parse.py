@@ -1,11 +1,12 @@
 """What a checkpoint says of its quantisation -> `QuantSpec`. Needs no torch.
 
-Three dialects are understood: ModelOpt's (hf_quant_config.json, or quantization_config with
-quant_method modelopt), transformers' fp8 and compressed-tensors. Each has one reader here; which
-scheme a layer gets is decided by `choose.py`.
+Dialects that are understood: ModelOpt's (hf_quant_config.json, or quantization_config with
+quant_method modelopt), transformers' fp8 and mxfp4, and compressed-tensors. Each has one reader
+here; which scheme a layer gets is decided by `choose.py`.
 """
 
 import fnmatch
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,8 @@ _BLOCK = [128, 128]
 _SUPPORTED = (
     "8-bit floats (e4m3): static scales of whole tensors (ModelOpt FP8; fp8 and compressed-tensors "
     "with static activations), dynamic ones per token (ModelOpt FP8_PER_CHANNEL_PER_TOKEN; fp8 and "
-    "compressed-tensors with dynamic activations), and blocks of 128 x 128 (weight_block_size)"
+    "compressed-tensors with dynamic activations), and blocks of 128 x 128 (weight_block_size); "
+    "experts in MXFP4"
 )
 
 
@@ -34,12 +36,18 @@ def parse_quantization(raw: Mapping[str, Any]) -> QuantSpec | None:
             return _fp8(raw)
         case "compressed-tensors":
             return _compressed_tensors(raw)
+        case "mxfp4":
+            return QuantSpec(format="mxfp4", excluded=_patterns(raw, "modules_to_not_convert"))
     raise _refusal(str(method))
 
 
 def is_excluded(spec: QuantSpec, names: Sequence[str]) -> bool:
     """Whether the modules that make up one layer (their checkpoint names) are not quantised."""
-    found = [any(_matches(pattern, name) for pattern in spec.excluded) for name in names]
+    words, regular = _compiled(spec.excluded)
+    found = [
+        words.match(f".{name}.") is not None or any(pattern.match(name) for pattern in regular)
+        for name in names
+    ]
     if any(found) and not all(found):
         raise ConfigError(
             f"the checkpoint quantises only some of {', '.join(names)}, which are multiplied as "
@@ -48,11 +56,15 @@ def is_excluded(spec: QuantSpec, names: Sequence[str]) -> bool:
     return all(found)
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """A regular expression after "re:"; else whole words of the name, with wildcards."""
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
+@functools.cache
+def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], tuple[re.Pattern[str], ...]]:
+    """Whole words of a name, with wildcards; and the regular expressions, those after "re:".
+
+    The former as one: a checkpoint may exclude hundreds of modules, and have thousands of experts.
+    """
+    words = [fnmatch.translate(f"*.{p}.*") for p in patterns if not p.startswith("re:")]
+    regular = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
+    return re.compile("|".join(words) or "(?!)"), tuple(map(re.compile, regular))
 
 
 def _modelopt(raw: Mapping[str, Any]) -> QuantSpec:
@@ -75,6 +87,10 @@ def _modelopt(raw: Mapping[str, Any]) -> QuantSpec:
 def _fp8(raw: Mapping[str, Any]) -> QuantSpec:
     if (number := raw.get("fmt", "e4m3")) != "e4m3":
         raise _refusal(f"fp8, fmt {number}")
+    # ue8m0: scales are powers of two. Those of weights are used as they are stored; those of inputs
+    # are not rounded to them, which is no less precise.
+    if (scales := raw.get("scale_fmt", "float")) not in ("float", "ue8m0"):
+        raise _refusal(f"fp8, scale_fmt {scales}")
     activations, block = raw.get("activation_scheme", "dynamic"), raw.get("weight_block_size")
     match activations, block:
         case "static", None:

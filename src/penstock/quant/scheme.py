@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.formats import Activation, InputFormat
 from penstock.kernels.gemm.few import MAX_TOKENS
+from penstock.kernels.moe import ExpertWeights, experts
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Piece, Share, Span, stack_shares, whole
 
@@ -107,6 +108,11 @@ class ExpertsShape:
 class ExpertsScheme(Protocol):
     """Parameters go to `layer.gate_up` and `layer.down`, as those of a linear layer would."""
 
+    @property
+    def group(self) -> int:
+        """So many neighbouring features share a scale: ranks must not part them."""
+        ...
+
     def create(
         self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -136,6 +142,23 @@ def create_expert_biases(
     layer.gate_up.bias = new_parameter((num_slots, 2 * num_features), dtype, device, pieces)
     pieces = tuple(Piece(piece.shares[:2]) for piece in shape.down_pieces())
     layer.down.bias = new_parameter((num_slots, shape.hidden_size), dtype, device, pieces)
+
+
+def apply_experts(
+    layer: Any,
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    add_bias: bool,
+) -> Tensor:
+    """As the op does, or as its reference where the layer shall be computed so."""
+    compute = experts.reference if layer.by_reference else experts
+    down_bias = layer.down.bias if add_bias else None
+    return compute(
+        x_TD, slots_TK, weights_TK, gate_up, down, layer.gate_up.bias, down_bias, layer.gate
+    )
 
 
 def gates_with_product(layer: Any, num_tokens: int) -> bool:

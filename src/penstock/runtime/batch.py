@@ -6,6 +6,7 @@ host sends row numbers. Nothing in this file waits for the device.
 
 # R rows (the last one is padding), M blocks a row may have, N entries, T tokens, L logit rows
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,17 +46,22 @@ class Rows:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        num_groups: int = 1,
+        groups: Sequence[bool] = (True,),
     ) -> None:
+        """`groups`: of each cache group, whether blocks hold `block_size` tokens; else one holds
+        the whole text, and a token's slot is that block."""
         self.device = device
         self.block_size = block_size
         self.padding_row = max_rows
         self.last_tokens_R = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.lengths_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.block_tables = [
-            torch.zeros((max_rows + 1, max_blocks), dtype=torch.int32, device=device)
-            for _ in range(num_groups)
+            torch.zeros(
+                (max_rows + 1, max_blocks if is_paged else 1), dtype=torch.int32, device=device
+            )
+            for is_paged in groups
         ]
+        self._is_paged = tuple(groups)
         self._arange_R1 = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
         self._texts: dict[int, Int32s] = {}  # host: what each row must prefill
 
@@ -181,7 +187,10 @@ class Rows:
         return batch
 
     def _slots(self, group: int, rows_T: Tensor, positions_T: Tensor) -> Tensor:
-        blocks_T = self.block_tables[group][rows_T, positions_T // self.block_size].long()
+        table_RM = self.block_tables[group]
+        if not self._is_paged[group]:
+            return table_RM[rows_T, 0].long()
+        blocks_T = table_RM[rows_T, positions_T // self.block_size].long()
         return blocks_T * self.block_size + positions_T % self.block_size
 
     def accept(self, rows_L: Tensor, token_ids_L: Tensor) -> None:

@@ -31,6 +31,7 @@ from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.memory import MemoryPlan, longest_sequence, make_plan
 from penstock.runtime.model_runner import ModelRunner
 from penstock.sampling.sampler import Sampler
+from penstock.types.cache_spec import CacheSize
 from penstock.types.model_spec import ModelSpec
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import BlockGrowth, LateInputs, RowJoin, StepPlan
@@ -188,27 +189,30 @@ def _wire(
     most_tokens = config.max_seq_len + config.depth
     max_blocks = -(-most_tokens // config.tokens_per_block)
     block_size = config.tokens_per_block
-    rows = Rows(config.max_batch_size, max_blocks, block_size, device, len(groups))
+    paged = [not group.has_states for group in groups]
+    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged)
     kv = KVTensors(groups, num_blocks, block_size, device)
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed)
     return ModelRunner(model, rows, kv, sampler, mesh), rows
 
 
 def finish_rank(
-    loaded: LoadedRank, config: RunConfig, spec: ModelSpec, num_blocks: int, timeline: Timeline
+    loaded: LoadedRank, config: RunConfig, spec: ModelSpec, cache: CacheSize, timeline: Timeline
 ) -> ModelRunner:
-    """The runner with its cache of `num_blocks`, and its graphs captured."""
+    """The runner with its cache, and its graphs captured."""
     with timeline.phase("allocate cache"):
         runner, rows = _wire(
             config, spec, loaded.model, loaded.groups, loaded.mesh, loaded.device,
-            (num_blocks, *loaded.memory.further_blocks),
+            cache.num_blocks,
         )  # fmt: skip
+    if loaded.device.type == "cpu" and config.tp_size == 1:
+        runner.use_tapes(longest_sequence(config, cache))
     if not config.graph_batch_sizes:
         return runner
     with timeline.phase(f"capture {len(config.graph_batch_sizes)} graphs"):
         before = torch.cuda.memory_reserved()
         graphs = CudaGraphs(
-            runner.decode_step(longest_sequence(config, num_blocks)),
+            runner.decode_step(longest_sequence(config, cache)),
             config.graph_batch_sizes,
             config.graph_padding,
             rows.padding_row,

@@ -1,18 +1,18 @@
-"""Which layers share a cache group, and how many blocks each group has.
+"""Which layers share a cache group, and what the scheduler's side of each group is.
 
-The first group takes the memory that is there; the others need a number of blocks that follows from
-the settings alone, so every rank finds the same.
+The first group keeps every token and takes the memory that the others leave. A group of windows
+needs a number of blocks that follows from the settings alone; for states see `memory.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config.run import RunConfig
-from penstock.core.kv.groups import CacheGroup, FullGroup, WindowGroup
+from penstock.core.kv.groups import CacheGroup, FullGroup, StateGroup, WindowGroup, num_blocks
 from penstock.layers.cached import CachedLayer
-from penstock.types.cache_spec import CacheSpec, FullKV
+from penstock.types.cache_spec import CacheSpec, FullKV, RecurrentState, block_bytes
 
-_REUSE_SHARE = 0.5  # more blocks than a window needs, so that prefixes are found for a while
+_REUSED_WINDOWS = 1  # for each row, so that prefixes are found for a while
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,21 @@ class LayerGroup:
     def window(self) -> int | None:
         return self.spec.window if isinstance(self.spec, FullKV) else None
 
+    @property
+    def has_states(self) -> bool:
+        """One block is all that is kept of a text."""
+        return isinstance(self.spec, RecurrentState)
+
+    @property
+    def keeps_all(self) -> bool:
+        return _keeps_all(self.spec)
+
     def block_bytes(self, block_size: int) -> int:
         """What one block of every layer takes on this rank."""
-        return len(self.layers) * self.spec.bytes_per_token() * block_size
+        return len(self.layers) * block_bytes(self.spec, block_size)
 
-    def fixed_blocks(self, config: RunConfig) -> int:
-        """Blocks of a group that is not the first."""
+    def window_blocks(self, config: RunConfig) -> int:
+        """Blocks of a group of windows."""
         assert self.window is not None, self.spec
         needed = WindowGroup.blocks_needed(
             self.window,
@@ -38,25 +47,39 @@ class LayerGroup:
             config.max_num_tokens,
             config.depth,
         )
-        return int(needed * (1 + _REUSE_SHARE)) if config.block_reuse else needed
+        if not config.block_reuse:
+            return needed
+        per_window = num_blocks(self.window, config.tokens_per_block) + 1
+        return needed + _REUSED_WINDOWS * config.max_batch_size * per_window
 
     def cache_group(self, num_blocks: int, config: RunConfig) -> CacheGroup:
         """The scheduler's side of it."""
-        reuse = (config.block_reuse, config.partial_reuse)
+        block_size, reuse = config.tokens_per_block, config.block_reuse
+        if self.has_states:
+            rows, interval = config.max_batch_size, config.state_interval
+            return StateGroup(num_blocks, block_size, interval, rows, reuse)
         if self.window is None:
-            return FullGroup(num_blocks, config.tokens_per_block, *reuse)
-        return WindowGroup(num_blocks, config.tokens_per_block, self.window, *reuse)
+            return FullGroup(num_blocks, block_size, reuse, config.partial_reuse)
+        return WindowGroup(num_blocks, block_size, self.window, reuse, config.partial_reuse)
+
+
+def _keeps_all(spec: CacheSpec) -> bool:
+    match spec:
+        case FullKV(window=window):
+            return window is None
+        case RecurrentState():
+            return False
+    return True
 
 
 def group_layers(layers: Sequence[CachedLayer], config: RunConfig) -> tuple[LayerGroup, ...]:
     """Layers with equal specs together, those that keep every token first.
 
-    A window as long as the longest sequence is none; neither is one where every layer has it, since
-    memory would lie idle that whole texts can use.
+    A window as long as the longest sequence is none; neither is one where no layer keeps every
+    token, since memory would lie idle that whole texts can use.
     """
     specs = [layer.cache_spec() for layer in layers]
-    windows = [spec.window if isinstance(spec, FullKV) else None for spec in specs]
-    is_idle = None not in windows  # all have one
+    is_idle = not any(map(_keeps_all, specs))
     specs = [
         replace(spec, window=None)
         if isinstance(spec, FullKV) and (is_idle or (spec.window or 0) >= config.max_seq_len)
@@ -67,6 +90,7 @@ def group_layers(layers: Sequence[CachedLayer], config: RunConfig) -> tuple[Laye
     for layer, spec in zip(layers, specs, strict=True):
         found.setdefault(spec, []).append(layer)
     groups = [LayerGroup(spec=spec, layers=tuple(own)) for spec, own in found.items()]
-    groups.sort(key=lambda group: group.window is not None)
-    assert all(group.window is not None for group in groups[1:]), "one group keeps every token"
+    groups.sort(key=lambda group: not group.keeps_all)
+    assert [group.keeps_all for group in groups].count(True) == 1, "one group keeps every token"
+    assert [group.has_states for group in groups].count(True) <= 1, "layers have equal states"
     return tuple(groups)

@@ -1,6 +1,6 @@
-"""The cache itself: one tensor per group of layers, handed to the layers as views."""
+"""The cache itself: a tensor per plane of a group of layers, handed to the layers as views."""
 
-# L layers, P planes of a layer, B blocks; what a block holds is said by the layer's `CacheSpec`
+# L layers, B blocks; what a block holds is said by the layer's `CacheSpec`
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,21 +21,22 @@ class KVTensors:
         block_size: int,
         device: torch.device,
     ) -> None:
-        self._groups: list[Tensor] = []
+        self._groups: list[list[Tensor]] = []  # the planes of each group, [L, B, ...]
         for number, (group, num) in enumerate(zip(groups, num_blocks, strict=True)):
-            spec = group.spec
-            shape = (len(group.layers), spec.num_planes, num, *spec.block_shape(block_size))
-            planes_LPB = _zeros(shape, getattr(torch, spec.dtype), device)
-            for layer, planes_PB in zip(group.layers, planes_LPB, strict=True):
+            planes = [
+                _zeros((len(group.layers), num, *plane.shape), getattr(torch, plane.dtype), device)
+                for plane in group.spec.planes(block_size)
+            ]
+            for at, layer in enumerate(group.layers):
                 layer.group = number
-                layer.bind_cache(*planes_PB)
-            self._groups.append(planes_LPB)
+                layer.bind_cache(*(plane_LB[at] for plane_LB in planes))
+            self._groups.append(planes)
 
     def apply(self, ops: Iterable[CacheOp]) -> None:
         """Run a plan's cache operations, in order."""
         for op in ops:
-            planes_LPB = self._groups[op.group]
-            planes_LPB[:, :, op.dst].copy_(planes_LPB[:, :, op.src])
+            for plane_LB in self._groups[op.group]:
+                plane_LB[:, op.dst].copy_(plane_LB[:, op.src])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

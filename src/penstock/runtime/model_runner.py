@@ -19,6 +19,7 @@ from penstock.runtime.batch import Rows, StepInputs
 from penstock.runtime.graphs import CudaGraphs, DecodeStep
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.prompt_scores import PromptScorer, PromptScores
+from penstock.runtime.tapes import DecodeTapes
 from penstock.sampling.logprobs import SampledLogprobs
 from penstock.sampling.sampler import Sampler
 from penstock.types.step import Int32s, LateInputs, StepPlan, StepResult
@@ -85,10 +86,14 @@ class ModelRunner:
         self._scorer = PromptScorer(rows, model.logits)
         self._mesh = mesh
         self._graphs: CudaGraphs | None = None
+        self._tapes: DecodeTapes | None = None
         self._forwarded: dict[int, _Forwarded] = {}
 
     def use_graphs(self, graphs: CudaGraphs) -> None:
         self._graphs = graphs
+
+    def use_tapes(self, max_kv_len: int) -> None:
+        self._tapes = DecodeTapes(lambda batch: self._model.logits(self._model(batch)), max_kv_len)
 
     @property
     def num_graph_replays(self) -> int:
@@ -111,9 +116,15 @@ class ModelRunner:
             logits_LV, kv_lens_L, rows_L = self._graphs.replay(plan.rows)
             forwarded = _Forwarded(plan, logits_LV, rows_L, kv_lens_L, plan.rows, None)
         else:
-            max_kv_len = int(plan.max_kv_lens.max())
-            forwarded = self._run(plan, self._rows.build_decode(plan.rows, max_kv_len))
+            forwarded = self._decode(plan)
         self._forwarded[plan.step_id] = forwarded
+
+    def _decode(self, plan: StepPlan) -> _Forwarded:
+        inputs = self._rows.build_decode(plan.rows, int(plan.max_kv_lens.max()))
+        logits_LV = self._tapes.logits(inputs.batch) if self._tapes is not None else None
+        if logits_LV is None:
+            return self._run(plan, inputs)
+        return _Forwarded(plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, None)
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
         hidden_TD = self._model(inputs.batch)

@@ -3,6 +3,7 @@
 import os
 import socket
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -10,10 +11,10 @@ from penstock import log
 from penstock.config.run import RunConfig
 from penstock.errors import BackendError
 from penstock.ipc import channel
-from penstock.ipc.messages import FromRank, RankBlocks, RankFailed, RankReady, Stop
+from penstock.ipc.messages import FromRank, RankCache, RankFailed, RankReady, Stop
 from penstock.ipc.process import Child
 from penstock.runtime.worker import WorkerTask
-from penstock.types.model_spec import ModelSpec
+from penstock.types.cache_spec import CacheSize
 
 _log = log.get(__name__)
 
@@ -22,7 +23,11 @@ class RankGroup:
     """The further ranks of this engine, as rank 0 sees them."""
 
     def __init__(
-        self, config: RunConfig, spec: ModelSpec, socket_folder: str, log_level: str | None
+        self,
+        config: RunConfig,
+        model_kwargs: dict[str, Any] | None,
+        socket_folder: str,
+        log_level: str | None,
     ) -> None:
         self._inbox = channel.Receiver(channel.address(socket_folder, "rank0"), FromRank)
         self.meeting_point = f"127.0.0.1:{_free_port()}"
@@ -33,7 +38,7 @@ class RankGroup:
             task = WorkerTask(
                 rank=rank,
                 config=config,
-                spec=spec,
+                model_kwargs=model_kwargs,
                 meeting_point=self.meeting_point,
                 address=address,
                 rank0_address=self._inbox.address,
@@ -54,19 +59,19 @@ class RankGroup:
         _log.critical("rank %d ended with code %d; the engine cannot go on", rank, code)
         os._exit(1)
 
-    def agree(self, num_blocks: int) -> tuple[int, list[int]]:
-        """The number of cache blocks every rank can hold, and the bytes of weights each holds."""
+    def agree(self, cache: CacheSize) -> tuple[CacheSize, list[int]]:
+        """The cache that every rank can hold, and the bytes of weights each holds."""
         weights = [0] * len(self._children)
         for _ in self._children:
             match self._inbox.receive(timeout_ms=-1):
-                case RankReady(rank=rank, num_blocks=theirs, weight_bytes=weight_bytes):
-                    num_blocks = min(num_blocks, theirs)
+                case RankReady(rank=rank, cache=theirs, weight_bytes=weight_bytes):
+                    cache = cache.within(theirs)
                     weights[rank - 1] = weight_bytes
                 case RankFailed(rank=rank, message=message):
                     raise BackendError(f"rank {rank}: {message}")
         for sender in self.senders:
-            sender.send(RankBlocks(num_blocks=num_blocks))
-        return num_blocks, weights
+            sender.send(RankCache(cache=cache))
+        return cache, weights
 
     def stop(self) -> None:
         for sender in self.senders:

@@ -6,17 +6,20 @@ ranks on other machines.
 
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from penstock import log
 from penstock.config.run import RunConfig
 from penstock.ipc.channel import Receiver, Sender
-from penstock.ipc.messages import Forward, RankBlocks, RankFailed, RankReady, Sample, Stop, ToRank
+from penstock.ipc.messages import Forward, RankCache, RankFailed, RankReady, Sample, Stop, ToRank
 from penstock.ipc.process import on_parent_exit, read_task
+from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.build import Timeline, finish_rank, load_rank, rank_device
-from penstock.types.model_spec import ModelSpec
+from penstock.runtime.memory import fitted
 
 
 class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +27,7 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     config: RunConfig
-    spec: ModelSpec
+    model_kwargs: dict[str, Any] | None  # what replaces fields of the model's configuration
     meeting_point: str  # "host:port" of the process group
     address: str  # where this rank receives
     rank0_address: str
@@ -39,16 +42,16 @@ def run(task: WorkerTask) -> None:
     try:
         device = rank_device(config, task.rank)
         mesh = RankMesh.create(task.rank, config.tp_size, task.meeting_point, device)
-        loaded = load_rank(config, task.spec, mesh, timeline)
+        spec = parse_model_spec(Path(config.model_path), task.model_kwargs)
+        loaded = load_rank(config, spec, mesh, timeline)
         memory = loaded.memory
-        rank0.send(
-            RankReady(rank=task.rank, num_blocks=memory.num_blocks, weight_bytes=memory.weights)
-        )
+        rank0.send(RankReady(rank=task.rank, cache=memory.size, weight_bytes=memory.weights))
         runner = None
         while True:
             match inbox.receive(timeout_ms=-1):
-                case RankBlocks(num_blocks=num_blocks):
-                    runner = finish_rank(loaded, config, task.spec, num_blocks, timeline)
+                case RankCache(cache=cache):
+                    config = fitted(config, cache)
+                    runner = finish_rank(loaded, config, spec, cache, timeline)
                 case Forward(plan=plan):
                     assert runner is not None
                     runner.forward(plan)

@@ -203,6 +203,9 @@ class _Server:
         try:
             while not task.done():
                 await asyncio.wait((task,), timeout=POLL_S)
+                if self.uvicorn.should_exit:
+                    # Another front end may have heard first why the engine cannot start.
+                    await asyncio.wait((task,), timeout=POLL_S)
                 if self.uvicorn.should_exit and not task.done():
                     raise PenstockError("stopped while the engine was starting")
         finally:

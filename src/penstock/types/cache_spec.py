@@ -3,9 +3,22 @@
 A layer's memory is one or more planes, each of them blocks of the same shape.
 """
 
+import math
 from dataclasses import dataclass
 
 RESERVED_BLOCKS = 1  # block 0 belongs to nobody: padded device rows write there
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    shape: tuple[int, ...]  # of one block
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +30,8 @@ class FullKV:
     dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn"
     window: int | None = None
 
-    @property
-    def num_planes(self) -> int:
-        return 2
-
-    def block_shape(self, block_size: int) -> tuple[int, ...]:
-        return (self.num_kv_heads, block_size, self.head_size)
+    def planes(self, block_size: int) -> tuple[Plane, ...]:
+        return (Plane((self.num_kv_heads, block_size, self.head_size), self.dtype),) * 2
 
     def bytes_per_token(self) -> int:
         return 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
@@ -37,17 +46,50 @@ class LatentKV:
     rope_size: int
     dtype: str
 
-    @property
-    def num_planes(self) -> int:
-        return 1
-
-    def block_shape(self, block_size: int) -> tuple[int, ...]:
-        return (block_size, self.latent_size + self.rope_size)
+    def planes(self, block_size: int) -> tuple[Plane, ...]:
+        return (Plane((block_size, self.latent_size + self.rope_size), self.dtype),)
 
     def bytes_per_token(self) -> int:
         return (self.latent_size + self.rope_size) * DTYPE_BYTES[self.dtype]
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentState:
+    """One block for a whole text, however long it is: two arrays, renewed by every step."""
 
-CacheSpec = FullKV | LatentKV
+    num_past: int  # inputs of the convolution
+    num_channels: int  # on this rank, as below
+    conv_dtype: str
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    state_dtype: str = "float32"  # it sums up all tokens: a short float would forget
+
+    def planes(self, block_size: int) -> tuple[Plane, ...]:
+        return (
+            Plane((self.num_past, self.num_channels), self.conv_dtype),
+            Plane((self.num_value_heads, self.key_size, self.value_size), self.state_dtype),
+        )
+
+
+CacheSpec = FullKV | LatentKV | RecurrentState
+
+
+def block_bytes(spec: CacheSpec, block_size: int) -> int:
+    """What one block of one layer takes on this rank."""
+    return sum(plane.block_bytes for plane in spec.planes(block_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSize:
+    """What of a cache is the same on every rank."""
+
+    num_blocks: tuple[int, ...]  # of each group
+    max_rows: int  # sequences that find room at once
+
+    def within(self, other: "CacheSize") -> "CacheSize":
+        """The largest that is no larger than both."""
+        blocks = zip(self.num_blocks, other.num_blocks, strict=True)
+        return CacheSize(
+            num_blocks=tuple(map(min, blocks)), max_rows=min(self.max_rows, other.max_rows)
+        )

@@ -1,6 +1,9 @@
 """`ModelSpec`: the HF config parsed once into typed fields; the raw config is read nowhere else."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from penstock.types.cache_spec import RecurrentState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,9 @@ class Fp8Spec:
 class QuantSpec:
     """How a checkpoint is quantised."""
 
-    format: Fp8Spec | None  # of the linear layers; None: they are not quantised
+    # "mxfp4": experts of 4-bit floats (e2m1) with a power of two per 32 inputs, and nothing else;
+    # None: nothing is quantised. It crosses to other ranks, so at most one is a record.
+    format: Fp8Spec | Literal["mxfp4"] | None
     excluded: tuple[str, ...] = ()  # patterns of the modules that are not quantised
     cache_dtype: str | None = None  # what it has scales for; None: it says nothing
 
@@ -53,6 +58,31 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """Layers with a gated delta net in the place of attention."""
+
+    layers: tuple[bool, ...]  # one per layer: whether it is one of them
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_width: int
+
+    def state(self, num_ranks: int, dtype: str) -> RecurrentState:
+        """What such a layer remembers on one of `num_ranks` that share the heads."""
+        num_keys = self.num_key_heads // num_ranks * self.key_size
+        num_value_heads = self.num_value_heads // num_ranks
+        return RecurrentState(
+            num_past=self.conv_width - 1,
+            num_channels=2 * num_keys + num_value_heads * self.value_size,
+            conv_dtype=dtype,
+            num_value_heads=num_value_heads,
+            key_size=self.key_size,
+            value_size=self.value_size,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """Layers of experts, of which each token uses `num_active`."""
 
@@ -65,7 +95,9 @@ class MoeSpec:
     scale: float = 1.0
     num_groups: int = 1  # experts come from the best `num_active_groups` of these
     num_active_groups: int = 1
+    num_best: int = 2  # a group is as good as the sum of so many of its experts
     shared_size: int = 0  # of the expert that every token goes through; 0: there is none
+    gate_limit: float | None = None  # of what an expert's gate and up projections give
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +120,9 @@ class ModelSpec:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    zero_centred_norms: bool = False  # the checkpoint has what is added to one
     latent: LatentSpec | None = None  # with it, `head_size` is that of the rotated part
+    delta: DeltaSpec | None = None
     num_draft_layers: int = 0  # behind the others, to predict more than one token
     window: int | None = None
     layer_windows: tuple[int | None, ...] = ()  # one per layer: None = full attention

@@ -20,10 +20,11 @@ from penstock.parallel.parameter import PlacedParameter, UnreadParameter
 from penstock.parallel.shard import Piece
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import Rules, Target
-from penstock.weights.stored import StoredTensor
+from penstock.weights.stored import StoredTensor, unstacked, wanted_dtypes
 from penstock.weights.stream import stream, weight_files
 
 _MAX_LISTED = 20
+_MAX_DRAWN = 1 << 28  # numbers of 16 bits at a time that become 8-bit ones
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.02
 
@@ -44,35 +45,36 @@ def load_weights(
 
     What does not fit the model (missing, unexpected, wrong shape) is an error that names it.
     """
-    parameters = dict(model.named_parameters())
+    rules, parameters = model.weight_rules, dict(model.named_parameters())
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
     waiting = {
         Target(name, part)
         for name, parameter in parameters.items()
         for part in range(len(_pieces(parameter)))
     }
-    unexpected: list[str] = []
+    unexpected: dict[str, None] = {}  # in the order of the files, each once
     files = weight_files(folder)
-    for tensor in _watched(stream(files), files, progress and mesh.rank == 0):
-        target = model.weight_rules.target(tensor.name)
+    for name, tensor in _named(_watched(stream(files), files, progress and mesh.rank == 0), rules):
+        target = rules.target(name)
         if target is None or target.parameter in shared:  # tied: its other name fills it
             continue
         if target not in waiting:
-            if not model.weight_rules.is_spare(tensor.name):
-                unexpected.append(tensor.name)
+            if not rules.is_spare(name):
+                unexpected[tensor.name] = None
             continue
         _copy(tensor, parameters[target.parameter], target.part)
         waiting.remove(target)
-    missing = []
+    missing: set[str] = set()
     for target in waiting:
         if (default := _placed(parameters[target.parameter]).default) is None:
-            missing.append(model.weight_rules.source(target))
+            missing.add(rules.source(target))
         else:
             parameters[target.parameter].fill_(default)
     if missing or unexpected:
         raise ConfigError(
             f"the weights in '{folder}' are not those of {spec.architecture} as config.json "
-            f"describes it; missing: {_listed(sorted(missing))}; unexpected: {_listed(unexpected)}"
+            f"describes it; missing: {_listed(sorted(missing))}; "
+            f"unexpected: {_listed(list(unexpected))}"
         )
 
 
@@ -90,6 +92,9 @@ def dummy_weights(model: LoadableModel, seed: int) -> None:
             generators[device] = torch.Generator(device).manual_seed(seed)
         if (typical := _typical(parameter)) is not None:
             mean, spread = typical
+        elif parameter.dtype == torch.uint8:  # codes, as likely one as the other
+            parameter.random_(generator=generators[device])
+            continue
         elif name.endswith("bias"):
             mean, spread = 0.0, _BIAS_SPREAD
         elif parameter.ndim == 1:
@@ -108,10 +113,14 @@ def _fill(parameter: Tensor, mean: float, spread: float, generator: torch.Genera
     if parameter.dtype.itemsize > 1:
         parameter.normal_(mean, spread, generator=generator)
         return
-    # No 8-bit float is ever drawn; beyond its largest it would become NaN.
-    largest = torch.finfo(parameter.dtype).max
-    drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
-    parameter.copy_(drawn.normal_(mean, spread, generator=generator).clamp_(-largest, largest))
+    # No 8-bit number is ever drawn; beyond the largest it would become another one, or NaN.
+    is_float = parameter.dtype.is_floating_point
+    limits = torch.finfo(parameter.dtype) if is_float else torch.iinfo(parameter.dtype)
+    per_row = max(1, parameter.numel() // max(1, len(parameter)))
+    for part in parameter.split(max(1, _MAX_DRAWN // per_row)):
+        drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
+        drawn.normal_(mean, spread, generator=generator).clamp_(limits.min, limits.max)
+        part.copy_(drawn if is_float else drawn.round_())
 
 
 def _copy(tensor: StoredTensor, parameter: nn.Parameter, part: int) -> None:
@@ -122,8 +131,10 @@ def _copy(tensor: StoredTensor, parameter: nn.Parameter, part: int) -> None:
             f"config.json asks for {list(piece.full_shape)}"
         )
     if not tensor.fits(parameter.dtype):
-        is_fp8 = parameter.dtype == torch.float8_e4m3fn
-        expected = "its quantisation asks for F8_E4M3" if is_fp8 else "config.json asks for floats"
+        wanted = wanted_dtypes(parameter.dtype)
+        expected = "config.json asks for floats"
+        if len(wanted) == 1:
+            expected = f"its quantisation asks for {wanted[0]}"
         raise ConfigError(
             f"tensor '{tensor.name}' is stored as {tensor.dtype}, but {expected}; the checkpoint "
             "does not say how (or which of) its layers are quantised"
@@ -137,6 +148,16 @@ def _copy(tensor: StoredTensor, parameter: nn.Parameter, part: int) -> None:
     else:  # a scale that is [] in one dialect and [1] in another
         whole = tensor.read(tuple(slice(None) for _ in tensor.shape))
         parameter[piece.target].copy_(whole.reshape(piece.full_shape)[piece.source])
+
+
+def _named(tensors: Iterable[StoredTensor], rules: Rules) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor and its name; one that the rules take apart as those that it is made of."""
+    for tensor in tensors:
+        rule = rules.unstack(tensor.name)
+        if rule is None:
+            yield tensor.name, tensor
+        else:
+            yield from unstacked(tensor, rule)
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -32,6 +32,19 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Unstack:
+    under: str
+    name: str
+    parts: tuple[str, ...]
+    is_transposed: bool
+
+    def member(self, name: str, number: int, part: int) -> str:
+        """The name that a part of one number would have in a file of its own."""
+        words = f"{self.under}.{self.name}"
+        return _replace(name, words, f"{self.under}.{number}.{self.parts[part]}")
+
+
+@dataclass(frozen=True, slots=True)
 class Skip:
     suffix: str
 
@@ -46,7 +59,7 @@ class Spare:
     suffix: str
 
 
-Rule = Rename | Fuse | Stack | Skip | SkipModule | Spare
+Rule = Rename | Fuse | Stack | Unstack | Skip | SkipModule | Spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,13 @@ class Rules:
                     part = number * len(parts) + parts.index(source)
         return Target(name, part)
 
+    def unstack(self, name: str) -> Unstack | None:
+        """How the tensor called `name` is taken apart before its parts find their targets."""
+        for rule in self.table:
+            if isinstance(rule, Unstack) and _has(name, f"{rule.under}.{rule.name}", at_end=True):
+                return rule
+        return None
+
     def is_spare(self, name: str) -> bool:
         """Whether a model may have no use for the tensor called `name`."""
         return any(
@@ -97,6 +117,8 @@ class Rules:
                     number, index = divmod(target.part, len(parts))
                     member = f"{under}.{number}.{parts[index]}"
                     name = _replace(name, f"{under}.{into}", member)
+                case Unstack(under, stacked, parts) if found := _member(name, under, parts):
+                    name = _replace(name, f"{under}.{found[1]}.{found[2]}", f"{under}.{stacked}")
         return name
 
 
@@ -119,6 +141,13 @@ def stack(under: str, into: str, parts: tuple[str, ...]) -> Stack:
     """`under.N.part`, for all numbers N and each of `parts`, lie one after the other in
     `under.into`: those of number 0 first."""
     return Stack(under, into, parts)
+
+
+def unstack(under: str, name: str, parts: tuple[str, ...], *, transposed: bool = False) -> Unstack:
+    """`under.name` is what `under.N.part` would be for all numbers N and each of `parts`, in one
+    tensor: its first dimension counts N, its second one rows, of which each part has every
+    `len(parts)`-th. All further ones make up a row. Transposed: rows are the last dimension."""
+    return Unstack(under, name, parts, transposed)
 
 
 def skip(suffix: str) -> Skip:

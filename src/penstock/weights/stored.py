@@ -1,5 +1,7 @@
-"""`StoredTensor`: a tensor that still lies in its file."""
+"""`StoredTensor`: a tensor that still lies in its file, or one of those that are stacked there."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -7,9 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.gemm import Codes
+from penstock.weights.mapping import Unstack
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_FP8 = "F8_E4M3"
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E8M0")  # the last: powers of two, for scales
+_CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
 
 
 class Slices(Protocol):
@@ -31,7 +34,7 @@ class StoredTensor:
 
     def fits(self, dtype: torch.dtype) -> bool:
         """Whether a parameter of `dtype` may be filled with it: floats are rounded, codes never."""
-        return self.dtype == _FP8 if dtype == torch.float8_e4m3fn else self.dtype in _FLOATS
+        return self.dtype in wanted_dtypes(dtype)
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
         """May be a view into the mapped file: copy it before the stream moves on."""
@@ -40,3 +43,48 @@ class StoredTensor:
     def read_codes(self, part: tuple[slice, ...]) -> Codes | None:
         """The same without unpacking; None where there are no codes or `part` cuts through them."""
         return self._slices.codes(part) if isinstance(self._slices, CodedSlices) else None
+
+
+def wanted_dtypes(dtype: torch.dtype) -> tuple[str, ...]:
+    """What may fill a parameter of `dtype`, as safetensors writes it."""
+    return (_CODES[dtype],) if dtype in _CODES else _FLOATS
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """Rows `first`, `first + step`, ... of matrix `number`."""
+
+    stack: Slices
+    number: int
+    first: int
+    step: int
+    is_transposed: bool
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        stored = self.stack[(slice(self.number, self.number + 1),)][0]
+        rows = stored.movedim(-1, 0) if self.is_transposed else stored
+        rows = rows.flatten(1) if rows.dim() > 2 else rows
+        return rows[self.first :: self.step][part]
+
+
+def unstacked(tensor: StoredTensor, rule: Unstack) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors that `rule` finds in `tensor`, each with the name it would have of its own."""
+    if len(tensor.shape) < 2 + rule.is_transposed:
+        yield tensor.name, tensor  # no stack: nothing waits for a tensor of this name
+        return
+    num_members, *row = tensor.shape
+    num_rows = row.pop(-1 if rule.is_transposed else 0)
+    columns = (math.prod(row),) if row else ()
+    step = len(rule.parts)
+    for number in range(num_members):
+        for first in range(step):
+            yield (
+                rule.member(tensor.name, number, first),
+                StoredTensor(
+                    f"{tensor.name}[{number}]",
+                    (len(range(first, num_rows, step)), *columns),
+                    tensor.dtype,
+                    tensor.num_bytes // (num_members * step),
+                    _Member(tensor._slices, number, first, step, rule.is_transposed),
+                ),
+            )

@@ -6,7 +6,7 @@ from penstock.config.resolve import resolve
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import ModelSpec, MoeSpec, QuantSpec, RopeSpec
+from penstock.types.model_spec import DeltaSpec, ModelSpec, MoeSpec, QuantSpec, RopeSpec
 
 GIB = 2**30
 
@@ -320,3 +320,30 @@ def test_a_model_without_experts_has_no_expert_backend():
     config = run(GPU, moe_config={"backend": "CUTLASS"})
     assert config.moe_backend == "none"
     assert "moe_backend" not in {choice.name for choice in config.choices}
+
+
+DELTA = DeltaSpec(
+    layers=(True, True, True, False), num_key_heads=2, num_value_heads=4, key_size=64,
+    value_size=64, conv_width=4,
+)  # fmt: skip
+STATE_BYTES = 3 * (3 * (2 * 2 + 4) * 64 * 4 + 4 * 64 * 64 * 4)
+
+
+def test_recurrent_layers_have_states_and_take_no_part_in_a_tokens_cache():
+    plain, hybrid = run(CPU), run(CPU, make_spec(delta=DELTA))
+    assert plain.state_cpu_bytes == 0
+    assert hybrid.state_cpu_bytes == (1 + 2 * hybrid.max_batch_size) * STATE_BYTES
+    settings = {"max_batch_size": 4, "kv_cache_config": {"max_tokens": 320}}
+    plain, hybrid = (run(CPU, make_spec(delta=delta), **settings) for delta in (None, DELTA))
+    assert plain.kv_cpu_bytes == 4 * hybrid.kv_cpu_bytes
+    assert hybrid.state_cpu_bytes == 9 * STATE_BYTES
+    assert run(GPU, make_spec(delta=DELTA)).state_cpu_bytes == 0
+
+
+def test_states_on_a_cpu_stay_modest():
+    large = DeltaSpec(
+        layers=(True, True, True, False) * 12, num_key_heads=16, num_value_heads=32, key_size=128,
+        value_size=128, conv_width=4,
+    )  # fmt: skip
+    config = run(CPU, make_spec(num_layers=48, delta=large))
+    assert config.state_cpu_bytes == CPU.total_bytes // 10

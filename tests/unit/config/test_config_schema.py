@@ -49,6 +49,10 @@ MALFORMED = [
         "kv_cache_config.free_gpu_memory_fraction is 0, it must be more than 0",
     ),
     (
+        {"kv_cache_config": {"tokens_per_block": 64, "mamba_state_cache_interval": 96}},
+        "mamba_state_cache_interval is 96, which is no multiple of tokens_per_block (64)",
+    ),
+    (
         {"kv_cache_config": {"tokens_per_block": 48}},
         "kv_cache_config.tokens_per_block is 48: it must be a power of two",
     ),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.config.run import CapacityPolicy, QueuePolicy, RunConfig
 from penstock.core.gates import LeaderGate
+from penstock.core.kv import groups
 from penstock.core.kv.groups import NO_BLOCK, FullGroup, StateGroup, WindowGroup
 from penstock.core.kv.invariants import check
 from penstock.core.kv.manager import KVManager
@@ -29,7 +30,7 @@ def run_config(**changes) -> RunConfig:
         max_queued=100, chunked_prefill=True, capacity_policy=CapacityPolicy.MAX_UTILIZATION,
         depth=1, tokens_per_block=4, block_reuse=True, partial_reuse=True, kv_dtype="float32",
         kv_max_tokens=None, kv_memory_fraction=0.9, kv_cpu_bytes=0, attention_backend="reference",
-        graph_batch_sizes=(), graph_padding=True, seed=0,
+        graph_batch_sizes=(), graph_padding=True, seed=0, state_interval=8,
     )  # fmt: skip
     return RunConfig(**(values | changes))
 
@@ -53,18 +54,24 @@ class Engine:
         reuse = (c.block_reuse, c.partial_reuse)
         self.kvs = []
         for _ in range(num_ranks):
-            groups = [FullGroup(num_blocks, c.tokens_per_block, *reuse)]
+            own = [FullGroup(num_blocks, c.tokens_per_block, *reuse)]
             if window is not None:
                 num_needed = WindowGroup.blocks_needed(
                     window, c.tokens_per_block, c.max_batch_size, c.max_num_tokens, c.depth
                 )
-                groups.append(WindowGroup(num_needed, c.tokens_per_block, window, *reuse))
+                own.append(WindowGroup(num_needed, c.tokens_per_block, window, *reuse))
             if num_states is not None:
                 num_needed = StateGroup.blocks_needed(c.max_batch_size) + num_states
-                groups.append(
-                    StateGroup(num_needed, c.tokens_per_block, 8, c.max_batch_size, c.block_reuse)
+                own.append(
+                    StateGroup(
+                        num_needed,
+                        c.tokens_per_block,
+                        c.state_interval,
+                        c.max_batch_size,
+                        c.block_reuse,
+                    )
                 )
-            self.kvs.append(KVManager(groups))
+            self.kvs.append(KVManager(own))
         self.scheduler = Scheduler(c, self.kvs, self.counters, tokens_per_decode=tokens_per_decode)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
         windows = [None]
@@ -415,6 +422,18 @@ def test_a_window_holds_no_more_than_it_sees():
     engine.assert_empty()
 
 
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_windows_are_never_short_when_prompts_leave_in_the_middle(depth):
+    engine = Engine(num_blocks=400, window=6, depth=depth, max_batch_size=1, max_num_tokens=32)
+    for turns in range(40):
+        rid = engine.submit([turns, *range(200)], max_tokens=2)
+        for _ in range(turns % (2 * depth + 3)):
+            engine.turn()
+        engine.inbox.append(Abort(request_ids=(rid,)))
+    engine.run_dry()
+    engine.assert_empty()
+
+
 def test_a_prefix_is_taken_over_where_its_window_is_still_there():
     engine = Engine(window=3)
     engine.submit(PROMPT, max_tokens=1)
@@ -436,9 +455,10 @@ def test_a_state_is_taken_over_where_a_copy_was_kept():
     engine = Engine(num_blocks=40, num_states=4, depth=2)
     engine.submit(tuple(range(20)), max_tokens=3)
     engine.run_dry()
-    # Copies were kept after 8, 16 and all 20 tokens of the prompt.
+    # Copies were kept after 8, 12, 16 and all 20 tokens of the prompt.
     for prompt, num_hit in (
         (tuple(range(12)), 8),
+        (tuple(range(14)), 12),
         ((*range(20), 30, 31), 20),
         ((*range(19), 30, 31), 16),
         ((7, *range(19)), 0),
@@ -455,7 +475,77 @@ def test_short_chunks_keep_no_more_copies_of_a_state():
     engine = Engine(num_blocks=40, num_states=9, max_num_tokens=3)
     engine.submit(tuple(range(20)), max_tokens=3)
     engine.run_dry()
-    assert engine.kvs[0].groups[1].pool.num_reusable == 3  # after 8, 16 and 20 tokens
+    assert engine.kvs[0].groups[1].pool.num_reusable == 4  # after 8, 12, 16 and 20 tokens
+
+
+def test_the_next_turn_of_a_chat_goes_on_where_the_answer_was_opened():
+    engine = Engine(num_blocks=80, num_states=4, max_num_tokens=64, state_interval=64)
+    asked, opening = tuple(range(30)), (45, 46, 47, 48, 49)
+    engine.submit((*asked, *opening), max_tokens=9)
+    engine.run_dry()
+    # Its thoughts, which were behind the opening words, are left out of the next turn.
+    rid = engine.submit((*asked, 45, 46, 47, 7, 8, 9, *opening), max_tokens=5)
+    engine.run_dry()
+    assert engine.counters.prefix_hit_tokens == 24  # the last full block of 4 before 35 - 8
+    assert engine.tokens[rid] == oracle((*asked, 45, 46, 47, 7, 8, 9, *opening), 5)
+
+
+def test_running_texts_leave_the_copies_of_states_their_blocks():
+    engine = Engine(num_blocks=80, num_states=3, depth=2, max_num_tokens=64, max_seq_len=200)
+    pool = engine.kvs[0].groups[1].pool
+    kept = tuple(range(20))
+    engine.submit(kept, max_tokens=2)
+    engine.run_dry()
+    assert pool.num_reusable == 4  # one more than are safe, in a block that no text holds
+    rids = [engine.submit((n,), max_tokens=12) for n in range(10)]  # 4 rows, kept busy
+    num_copies = set()
+    while not all(engine.ends[rid] for rid in rids):
+        engine.turn()
+        num_copies.add(len(engine.kvs[0].groups[1]._place_of))
+    assert min(num_copies) == 3
+    engine.run_dry()
+    for n, rid in enumerate(rids):
+        assert engine.tokens[rid] == oracle((n,), 12)
+    engine.assert_empty()
+
+
+def test_the_copy_that_was_of_use_last_outlives_the_others():
+    engine = Engine(num_blocks=200, num_states=2, max_batch_size=1, max_num_tokens=64)
+    first, *others = [tuple(range(n, n + 20)) for n in range(0, 30, 5)]
+    for prompt in (first, *others):
+        for _ in range(2):  # the second time from the copy after 16 tokens
+            engine.submit(prompt, max_tokens=1)
+            engine.run_dry()
+        before = engine.counters.prefix_hit_tokens
+        engine.submit(prompt, max_tokens=1)
+        engine.run_dry()
+        assert engine.counters.prefix_hit_tokens - before == 16
+    before = engine.counters.prefix_hit_tokens
+    engine.submit(first, max_tokens=1)
+    engine.run_dry()
+    assert engine.counters.prefix_hit_tokens == before  # long gone
+    assert len(engine.kvs[0].groups[1]._place_of) <= 3
+
+
+def test_without_blocks_for_copies_no_prefix_is_taken_over_and_no_chunk_cut():
+    engine = Engine(num_blocks=40, num_states=0, max_num_tokens=64)
+    for _ in range(2):
+        engine.submit(tuple(range(30)), max_tokens=3)
+        engine.run_dry()
+    assert engine.counters.prefix_hit_tokens == 0 and engine.counters.prefill_chunks == 2
+
+
+def test_every_block_of_a_text_is_digested_once_for_all_its_copies(monkeypatch):
+    digested = []
+    original = groups.next_digest
+    monkeypatch.setattr(
+        groups, "next_digest", lambda parent, tokens: digested.append(1) or original(parent, tokens)
+    )
+    engine = Engine(num_blocks=100, num_states=99, max_num_tokens=64, max_seq_len=400)
+    engine.submit(tuple(range(200)), max_tokens=2)
+    engine.run_dry()
+    assert len(engine.kvs[0].groups[1]._place_of) == 25  # every 8 tokens; one is also the end
+    assert len(digested) == 2 * 50 + 1  # 4 tokens each, by both groups; one to look for it first
 
 
 def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_again():

@@ -10,7 +10,12 @@ import tiny_tokenizers
 from penstock.config.schema import EngineConfig
 from penstock.errors import BackendError, ConfigError
 from penstock.frontend import engine as engine_module
-from penstock.frontend.start import load_text_side, start_pipeline, stop_pipeline
+from penstock.frontend.start import (
+    load_text_side,
+    start_pipeline,
+    stop_pipeline,
+    tokenizer_folder,
+)
 from penstock.types.request import FinishReason, GenerateInput
 from penstock.types.sampling import SamplingParams
 
@@ -119,6 +124,15 @@ def test_skip_tokenizer_init_needs_no_tokenizer_files(tmp_path, run):
         assert pipeline.tokenizer is None
 
     run(scenario())
+
+
+def test_random_weights_need_no_tokenizer_but_use_the_one_there_is(folder, caplog):
+    config = EngineConfig(model=str(folder), load_format="dummy")
+    assert tokenizer_folder(config) == folder
+    (folder / "tokenizer.json").unlink()
+    assert tokenizer_folder(config) is None
+    assert "has no tokenizer: prompts must be token ids" in caplog.text
+    assert tokenizer_folder(EngineConfig(model=str(folder))) == folder  # refused when it is read
 
 
 def test_a_given_template_beats_the_folders_own(tmp_path):

@@ -9,6 +9,7 @@ from penstock.parallel.shard import (
     Piece,
     Span,
     split,
+    split_groups,
     split_heads,
     split_padded,
     stack_shares,
@@ -21,6 +22,20 @@ def test_split_parts_follow_each_other_and_cover_everything(part, num_ranks):
     spans = [split("x", part * num_ranks, num_ranks, rank) for rank in range(num_ranks)]
     covered = [index for span in spans for index in range(span.start, span.stop)]
     assert covered == list(range(part * num_ranks))
+
+
+@given(size=st.integers(1, 300), group=st.integers(1, 40), num_ranks=st.integers(1, 16))
+def test_groups_stay_together_and_parts_differ_by_one_of_them(size, group, num_ranks):
+    if -(-size // group) < num_ranks:
+        with pytest.raises(ConfigError, match=f"width is {size}, .* at most {-(-size // group)}"):
+            split_groups("width", size, group, num_ranks, 0)
+        return
+    spans = [split_groups("width", size, group, num_ranks, rank) for rank in range(num_ranks)]
+    covered = [index for span in spans for index in range(span.start, span.stop)]
+    assert covered == list(range(size))
+    assert all(span.start % group == 0 and span.size for span in spans)
+    counts = [-(-span.size // group) for span in spans]
+    assert max(counts) - min(counts) <= 1
 
 
 def test_split_that_does_not_divide_names_the_numbers():

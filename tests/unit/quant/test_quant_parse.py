@@ -96,6 +96,7 @@ REFUSED = {
     "NVFP4": {"quant_algo": "NVFP4", "group_size": 16},
     "awq": {"quant_method": "awq", "bits": 4},
     "fmt e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
+    "scale_fmt other": {"quant_method": "fp8", "scale_fmt": "other"},
     "weight_block_size [64, 64]": {"quant_method": "fp8", "weight_block_size": [64, 64]},
     "activation_scheme static": {
         "quant_method": "fp8",

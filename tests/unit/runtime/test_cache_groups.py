@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from penstock.config.run import CapacityPolicy, RunConfig
-from penstock.core.kv.groups import FullGroup, WindowGroup
+from penstock.core.kv.groups import FullGroup, StateGroup, WindowGroup
 from penstock.errors import ConfigError
 from penstock.runtime.cache_groups import group_layers
-from penstock.runtime.memory import make_plan
-from penstock.types.cache_spec import FullKV
+from penstock.runtime.memory import fitted, longest_sequence, make_plan
+from penstock.types.cache_spec import CacheSize, CacheSpec, FullKV, RecurrentState
 
 CONFIG = RunConfig(
     model="m", model_path="m", load_format="dummy", dtype="float32", device="cpu", num_threads=1,
@@ -20,15 +20,22 @@ CONFIG = RunConfig(
     graph_batch_sizes=(), graph_padding=True, seed=0,
 )  # fmt: skip
 WHOLE = FullKV(num_kv_heads=2, head_size=16, dtype="float32")
+STATE = RecurrentState(
+    num_past=3, num_channels=64, conv_dtype="bfloat16", num_value_heads=4, key_size=16,
+    value_size=32,
+)  # fmt: skip
+STATE_BYTES = 3 * 64 * 2 + 4 * 16 * 32 * 4
+KV_BYTES = 2 * 2 * 16 * 4 * 16  # of a block
+GPU = replace(CONFIG, device="cuda", max_batch_size=100, block_reuse=True, kv_memory_fraction=1.0)
 
 
 @dataclass(frozen=True)
 class Layer:
     """All that grouping asks of one."""
 
-    spec: FullKV
+    spec: CacheSpec
 
-    def cache_spec(self) -> FullKV:
+    def cache_spec(self) -> CacheSpec:
         return self.spec
 
 
@@ -54,12 +61,12 @@ def test_a_window_that_gives_nothing_back_is_none(windows):
 def test_the_first_group_gets_the_memory_that_the_others_leave():
     groups = group_layers(layers(None, 32), CONFIG)
     plan = make_plan(CONFIG, weights=0, activations=0, free=0, groups=groups)
-    assert plan.further_blocks == (WindowGroup.blocks_needed(32, 16, 4, 64, 2),)
-    assert plan.block == groups[0].block_bytes(16) == 2 * 2 * 16 * 4 * 16
-    assert plan.further == plan.further_blocks[0] * groups[1].block_bytes(16)
-    assert 0 <= CONFIG.kv_cpu_bytes - plan.cache < plan.block
+    needed = WindowGroup.blocks_needed(32, 16, 4, 64, 2)
+    assert plan.size.num_blocks[1:] == (needed,)
+    assert plan.blocks == (KV_BYTES, KV_BYTES) and plan.size.max_rows == 4
+    assert 0 <= CONFIG.kv_cpu_bytes - plan.cache_bytes(plan.size) < KV_BYTES
     with_reuse = replace(CONFIG, block_reuse=True)
-    assert groups[1].fixed_blocks(with_reuse) == int(1.5 * plan.further_blocks[0])
+    assert groups[1].window_blocks(with_reuse) == needed + 4 * 3  # a window each for four rows
 
 
 def test_too_little_memory_for_the_further_groups_is_said():
@@ -68,3 +75,80 @@ def test_too_little_memory_for_the_further_groups_is_said():
         make_plan(
             config, weights=0, activations=0, free=0, groups=group_layers(layers(None, 32), config)
         )
+
+
+def with_states(*kinds: CacheSpec):
+    return group_layers([Layer(kind) for kind in kinds], CONFIG)
+
+
+def test_layers_with_a_state_are_a_group_whose_block_is_one_text():
+    whole, states = with_states(STATE, WHOLE, STATE, STATE, WHOLE)
+    assert whole.keeps_all and not whole.has_states and len(whole.layers) == 2
+    assert states.has_states and not states.keeps_all and len(states.layers) == 3
+    assert states.block_bytes(16) == states.block_bytes(256) == 3 * STATE_BYTES
+    assert type(states.cache_group(9, CONFIG)) is StateGroup
+    windowed = replace(WHOLE, window=32)  # beside states it would have to keep all, too
+    assert [group.window for group in with_states(windowed, STATE)] == [None, None]
+
+
+def planned(config: RunConfig, free: int, num_state_layers: int = 1):
+    groups = with_states(WHOLE, *[STATE] * num_state_layers)
+    return make_plan(config, weights=0, activations=0, free=free, groups=groups)
+
+
+def test_every_row_has_a_state_and_copies_have_their_share():
+    plan = planned(GPU, free=1000 * STATE_BYTES)
+    assert plan.size.max_rows == 100
+    assert plan.size.num_blocks[1] == 1 + 100 + 100  # block 0, rows, a tenth of the memory
+    assert 0 <= 1000 * STATE_BYTES - plan.cache_bytes(plan.size) < KV_BYTES
+    assert fitted(GPU, plan.size) is GPU
+    no_copies = planned(replace(GPU, block_reuse=False), free=1000 * STATE_BYTES)
+    assert no_copies.size.num_blocks[1] == 1 + 100
+
+
+def test_too_many_states_are_fewer_rows_and_smaller_graphs():
+    config = replace(GPU, graph_batch_sizes=(1, 2, 4, 8, 16, 64, 100))
+    plan = make_plan(
+        config, weights=0, activations=0, free=100 * STATE_BYTES + (400 << 20),
+        groups=with_states(WHOLE, STATE),
+    )  # fmt: skip
+    # Half of 100 states is for keys and values, a tenth for copies, one block for padding.
+    assert plan.size.max_rows == 50 - 1 - 10 and plan.size.num_blocks[1] == 50
+    assert abs(plan.size.num_blocks[0] * KV_BYTES - 50 * STATE_BYTES) < 2 * KV_BYTES
+    run = fitted(config, plan.size)
+    assert run.max_batch_size == 39 and run.graph_batch_sizes == (1, 2, 4, 8, 16, 39)
+    group = with_states(WHOLE, STATE)[1].cache_group(plan.size.num_blocks[1], run)
+    assert isinstance(group, StateGroup) and group._num_kept == 10
+
+
+def test_keys_and_values_that_ask_for_less_leave_more_to_states():
+    tight = replace(GPU, kv_max_tokens=64)
+    plan = planned(tight, free=100 * STATE_BYTES)
+    assert plan.size.num_blocks[0] == 64 // 16 + 1
+    assert plan.size.max_rows == (100 * STATE_BYTES - 5 * KV_BYTES) // STATE_BYTES - 1 - 10
+
+
+def test_no_memory_for_a_single_state_is_said():
+    with pytest.raises(ConfigError, match="no memory for the KV cache"):
+        planned(GPU, free=3 * STATE_BYTES, num_state_layers=2)
+
+
+def test_on_a_cpu_states_have_bytes_of_their_own():
+    config = replace(CONFIG, block_reuse=True, state_cpu_bytes=9 * STATE_BYTES)
+    plan = planned(config, free=0)
+    assert plan.size.max_rows == 4 and plan.size.num_blocks[1] == 1 + 4 + 4
+    assert plan.size.num_blocks[0] == config.kv_cpu_bytes // KV_BYTES
+    asked = planned(replace(config, kv_max_tokens=160), free=0)
+    assert asked.size.num_blocks == (11, 9)
+
+
+def test_ranks_agree_on_what_each_of_them_can_hold():
+    sizes = [
+        CacheSize(num_blocks=(90, 40), max_rows=30),
+        CacheSize(num_blocks=(80, 45), max_rows=34),
+    ]
+    agreed = sizes[0].within(sizes[1])
+    assert agreed == sizes[1].within(sizes[0])
+    assert agreed == CacheSize(num_blocks=(80, 40), max_rows=30)
+    assert longest_sequence(CONFIG, agreed) == 256
+    assert longest_sequence(CONFIG, replace(agreed, num_blocks=(5, 40))) == 64

@@ -9,6 +9,7 @@ from penstock.weights.mapping import (
     rules,
     skip,
     stack,
+    unstack,
 )
 
 RULES = DECODER_NAMES + rules(
@@ -105,3 +106,20 @@ def test_names_around_experts_are_found_in_both_directions():
         target = MOE.target(name)
         assert target.parameter == parameter
         assert MOE.source(target) == name
+
+
+def test_tensors_of_all_experts_are_taken_apart_by_whole_names_and_found_backwards():
+    table = DECODER_NAMES + rules(
+        unstack("mlp.experts", "both", ("a.weight", "b.weight")),
+        unstack("mlp.experts", "both_bias", ("a.bias", "b.bias")),
+        stack("mlp.experts", "ab", ("a", "b")),
+    )
+    name = "model.layers.4.mlp.experts.both"
+    assert table.unstack(name + "_bias").parts == ("a.bias", "b.bias")
+    assert table.unstack(name + "_scale") is None and table.unstack(name + ".weight") is None
+    member = table.unstack(name).member(name, 11, 1)
+    assert member == "model.layers.4.mlp.experts.11.b.weight"
+    target = table.target(member)
+    assert target == Target("layers.4.mlp.experts.ab.weight", 23)
+    assert table.source(target) == name
+    assert table.source(Target("layers.4.mlp.experts.ab", 23)) == "model.layers.4.mlp.experts.11.b"

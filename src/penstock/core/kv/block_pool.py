@@ -72,11 +72,16 @@ class BlockPool:
             self._reusable.pop(block, None)
         self._refs[block] += 1
 
-    def drop(self, block: int, last_step: int, is_indexed: bool) -> None:
-        """One holder less. With none left the block is free once `last_step` has committed."""
+    def drop(self, block: int, last_step: int | None, is_indexed: bool) -> None:
+        """One holder less. With none left the block is free once `last_step` has committed; None:
+        no step in flight writes it, so at once."""
         self._refs[block] -= 1
         assert self._refs[block] >= 0, block
-        if self._refs[block] == 0:
+        if self._refs[block] > 0:
+            return
+        if last_step is None:
+            self._free(block, is_indexed)
+        else:
             self._quarantine[block] = (last_step, is_indexed)
 
     def release(self, committed_step: int) -> None:
@@ -87,7 +92,10 @@ class BlockPool:
             if last_step > committed_step:
                 return
             del self._quarantine[block]
-            if is_indexed:
-                self._reusable[block] = None
-            else:
-                self._blank.append(block)
+            self._free(block, is_indexed)
+
+    def _free(self, block: int, is_indexed: bool) -> None:
+        if is_indexed:
+            self._reusable[block] = None
+        else:
+            self._blank.append(block)

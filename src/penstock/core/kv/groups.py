@@ -12,6 +12,8 @@ from penstock.core.kv.prefix_index import PrefixIndex, Tokens, next_digest, root
 from penstock.types.cache_spec import RESERVED_BLOCKS
 
 NO_BLOCK = 0  # where a table holds nothing; padded device rows write to the block of this number
+# What a chat's template adds to a prompt to open the answer is no longer. Seven are the most known.
+_OPENING_TOKENS = 8
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
@@ -63,8 +65,8 @@ class CacheGroup(Protocol):
 
     def grow(self, table: GroupTable, num_tokens: int) -> None: ...
 
-    def chunk_limit(self, start: int, num_tokens: int) -> int:
-        """Shortens a prefill chunk from `start` so that it ends where this group likes it to."""
+    def chunk_limit(self, start: int, num_tokens: int, end: int) -> int:
+        """Shortens a chunk from `start` of a text of `end` tokens, to end where the group likes."""
 
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
@@ -141,7 +143,7 @@ class FullGroup:
         for _ in range(self.num_missing(table, num_tokens)):
             table.blocks.append(self.pool.allocate())
 
-    def chunk_limit(self, start: int, num_tokens: int) -> int:
+    def chunk_limit(self, start: int, num_tokens: int, end: int) -> int:
         return num_tokens
 
     def before_step(
@@ -185,12 +187,12 @@ class WindowGroup(FullGroup):
         """Blocks of a pool that is never short.
 
         Every row has a window and the uneven ends of its tokens in flight, twice because a row may
-        be taken while its last holder's blocks wait for a step. The tokens of a step are written by
-        steps in flight, and forgotten ones wait as long again.
+        be taken while its last holder's blocks wait for a step. All tokens of steps in flight are
+        kept; those of a holder that leaves wait for the last of its steps, while others follow.
         """
         per_row = num_blocks(window, block_size) + 3
         per_step = num_blocks(max_step_tokens, block_size) + max_rows
-        return RESERVED_BLOCKS + 2 * max_rows * per_row + (2 * depth + 1) * per_step
+        return RESERVED_BLOCKS + 2 * max_rows * per_row + (2 * depth - 1) * per_step
 
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
         digests, found = [root_digest(keys)], list[int]()
@@ -228,7 +230,7 @@ class WindowGroup(FullGroup):
         super().index(table, tokens, num_computed)
         # Steps in flight begin at num_computed: they neither write nor see what is forgotten here.
         for i in range(table.num_forgotten, self._first_seen(num_computed)):
-            self.pool.drop(table.blocks[i], -1, table.blocks[i] in self._index)
+            self.pool.drop(table.blocks[i], None, table.blocks[i] in self._index)
             table.blocks[i] = NO_BLOCK
             table.num_forgotten = i + 1
 
@@ -241,7 +243,13 @@ class StateGroup:
     """One block is the state of a whole text, changed by every step. Copies of it, taken where
     another text may go on, are kept until their blocks are needed.
 
-    A copy is taken every `interval` tokens of a prompt and at its end.
+    Three places of a prompt are worth a copy: every `interval` tokens, where texts with a common
+    beginning may part; its end, where the next turn of a chat goes on that repeats all of it; and
+    the last full block before the words that open an answer, for a next turn that does not repeat
+    those, or for the same prompt once more.
+
+    Copies lie in whatever blocks no text holds. `num_kept` of them are theirs alone: a text that
+    starts takes the oldest of more than these, else it waits for a block.
     """
 
     def __init__(
@@ -250,31 +258,35 @@ class StateGroup:
         assert interval % block_size == 0, (interval, block_size)
         self._block_size = block_size  # of the digests
         self._interval = interval
-        self._max_rows = max_rows
-        self._reuse = reuse
+        self._num_kept = num_blocks - self.blocks_needed(max_rows)
+        self._reuse = reuse and self._num_kept > 0
         self._copies: dict[bytes, dict[bytes, int]] = {}  # full blocks -> what follows -> block
         self._place_of: dict[int, tuple[bytes, bytes]] = {}
         self.pool = BlockPool(num_blocks, self._forget)
 
     @staticmethod
     def blocks_needed(max_rows: int) -> int:
-        """Without copies: a row may be taken while its last holder's state waits for a step."""
-        return RESERVED_BLOCKS + 2 * max_rows
+        """Without copies."""
+        return RESERVED_BLOCKS + max_rows
 
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
-        root = root_digest(keys)
-        best, digest = GroupMatch(0, (root,)), root
-        for start in range(0, limit + 1 if self._reuse else 0, self._block_size):
+        digests = [root_digest(keys)]
+        num_tokens, copy_from = 0, None
+        for start in range(0, limit + 1 if self._copies else 0, self._block_size):
             if start:
-                digest = next_digest(digest, tokens[start - self._block_size : start])
-            for rest, block in self._copies.get(digest, {}).items():
+                block_tokens = tokens[start - self._block_size : start]
+                digests.append(next_digest(digests[-1], block_tokens))
+            for rest, block in self._copies.get(digests[-1], {}).items():
                 end = start + len(rest) // tokens.itemsize
-                if best.num_tokens < end <= limit and tokens[start:end].tobytes() == rest:
-                    best = GroupMatch(end, (root,), (), block)
-        return best
+                if num_tokens < end <= limit and tokens[start:end].tobytes() == rest:
+                    num_tokens, copy_from = end, block
+        num_full = num_tokens // self._block_size
+        return GroupMatch(num_tokens, tuple(digests[: num_full + 1]), (), copy_from)
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
-        return self.pool.num_available > 0
+        has_blank = self.pool.num_available > self.pool.num_reusable
+        has_more = self.pool.num_reusable > 0 and len(self._place_of) > self._num_kept
+        return has_blank or has_more
 
     def most_blocks(self, num_tokens: int) -> int:
         return 1
@@ -296,24 +308,29 @@ class StateGroup:
     def grow(self, table: GroupTable, num_tokens: int) -> None:
         pass
 
-    def chunk_limit(self, start: int, num_tokens: int) -> int:
+    def chunk_limit(self, start: int, num_tokens: int, end: int) -> int:
         if not self._reuse:
             return num_tokens
-        return min(num_tokens, self._interval - start % self._interval)
+        stops = (start - start % self._interval + self._interval, self._before_answer(end))
+        return min(num_tokens, *(stop - start for stop in stops if stop > start))
 
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
     ) -> list[tuple[int, int]]:
-        is_wanted = num_computed % self._interval == 0 or num_computed == len(tokens)
+        wanted = (len(tokens), self._before_answer(len(tokens)))
+        is_wanted = num_computed in wanted or num_computed % self._interval == 0
         if not self._reuse or num_computed == 0 or not is_wanted:
             return []
-        if self.pool.num_available <= self._max_rows:
-            return []
-        digest, num_full = table.digests[0], num_computed // self._block_size
-        for start in range(0, num_full * self._block_size, self._block_size):
-            digest = next_digest(digest, tokens[start : start + self._block_size])
+        num_full = num_computed // self._block_size
+        for i in range(len(table.digests) - 1, num_full):
+            block_tokens = tokens[i * self._block_size : (i + 1) * self._block_size]
+            table.digests.append(next_digest(table.digests[i], block_tokens))
+        digest = table.digests[num_full]
         rest = tokens[num_full * self._block_size : num_computed].tobytes()
-        if rest in self._copies.get(digest, {}):
+        if (known := self._copies.get(digest, {}).get(rest)) is not None:
+            self.pool.touch(known)
+            return []
+        if not self.pool.num_available:
             return []
         block = self.pool.allocate()
         self._copies.setdefault(digest, {})[rest] = block
@@ -326,6 +343,10 @@ class StateGroup:
 
     def close(self, table: GroupTable, last_step: int) -> None:
         self.pool.drop(table.blocks.pop(), last_step, is_indexed=False)
+
+    def _before_answer(self, end: int) -> int:
+        """The last full block of a prompt of `end` tokens that the next turn of a chat repeats."""
+        return max(0, end - _OPENING_TOKENS) // self._block_size * self._block_size
 
     def _forget(self, block: int) -> None:
         digest, rest = self._place_of.pop(block)

@@ -103,9 +103,9 @@ class KVManager:
             group.grow(table, num_tokens)
         return True
 
-    def chunk_limit(self, start: int, num_tokens: int) -> int:
+    def chunk_limit(self, start: int, num_tokens: int, end: int) -> int:
         for group in self.groups:
-            num_tokens = group.chunk_limit(start, num_tokens)
+            num_tokens = group.chunk_limit(start, num_tokens, end)
         return num_tokens
 
     def before_step(

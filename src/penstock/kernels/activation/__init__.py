@@ -1,5 +1,5 @@
-"""Gated activations: `silu_mul`."""
+"""Gated activations: `silu_mul`, `sigmoid_mul`."""
 
-from penstock.kernels.activation.reference import silu_mul
+from penstock.kernels.activation.reference import sigmoid_mul, silu_mul
 
-__all__ = ["silu_mul"]
+__all__ = ["sigmoid_mul", "silu_mul"]

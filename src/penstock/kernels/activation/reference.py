@@ -1,6 +1,7 @@
 """The meaning of the gated activations, and a CPU version without the fp32 detour.
 
-Legend: T tokens, F features; 2F is the gate's features, then the up projection's.
+Legend: T tokens, F features; 2F is the gate's features, then the up projection's; H heads, D head
+size.
 """
 
 import torch
@@ -16,6 +17,12 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
     """silu(gate) * up, in fp32, back in x's dtype."""
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return (F.silu(gate_TF.float()) * up_TF.float()).to(x_T2F.dtype)
+
+
+@op(gpu_module="penstock.kernels.activation.triton")
+def sigmoid_mul(x_THD: Tensor, gate_THD: Tensor) -> Tensor:
+    """x * sigmoid(gate), in fp32, back in x's dtype; heads of the gate may lie apart."""
+    return (x_THD.float() * torch.sigmoid(gate_THD.float())).to(x_THD.dtype)
 
 
 @silu_mul.impl(
@@ -39,3 +46,8 @@ def silu_mul_torch(x_T2F: Tensor) -> Tensor:
     """In x's dtype, without a third tensor."""
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)
+
+
+@sigmoid_mul.impl("torch", needs=cpu(), fits=lambda x_THD, gate_THD: x_THD.dtype is torch.float32)
+def sigmoid_mul_torch(x_THD: Tensor, gate_THD: Tensor) -> Tensor:
+    return torch.sigmoid(gate_THD).mul_(x_THD)

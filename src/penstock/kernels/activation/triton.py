@@ -1,6 +1,7 @@
 """Gated activations as one launch.
 
-Legend: T tokens, F features; 2F is the gate's features, then the up projection's.
+Legend: T tokens, F features; 2F is the gate's features, then the up projection's; H heads, D head
+size.
 """
 
 import torch
@@ -8,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.activation.reference import silu_mul
+from penstock.kernels.activation.reference import sigmoid_mul, silu_mul
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -39,3 +40,34 @@ def silu_mul_triton(x_T2F: Tensor) -> Tensor:
         options = launch_options(x_T2F)
         _silu_mul[grid](x_T2F, out_TF, x_T2F.stride(0), size, BLOCK=_BLOCK, num_warps=4, **options)
     return out_TF
+
+
+@triton.jit
+def _sigmoid_mul(
+    x_ptr, gate_ptr, out_ptr, num_values, stride_t, stride_h,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = x * sigmoid(gate), x and out without gaps; one program per BLOCK values of them."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_values
+    gate_at = at // (H * D) * stride_t + at // D % H * stride_h + at % D
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
+    out = (x / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=inside)
+
+
+@sigmoid_mul.impl("triton", needs=arch(80))
+def sigmoid_mul_triton(x_THD: Tensor, gate_THD: Tensor) -> Tensor:
+    assert gate_THD.stride(2) == 1 and gate_THD.shape == x_THD.shape, gate_THD.stride()
+    x_THD = x_THD.contiguous()
+    out_THD = torch.empty_like(x_THD)
+    if num_values := x_THD.numel():
+        _, num_heads, size = x_THD.shape
+        _sigmoid_mul[(triton.cdiv(num_values, _BLOCK),)](
+            x_THD, gate_THD, out_THD, num_values, gate_THD.stride(0), gate_THD.stride(1),
+            H=num_heads, D=size, BLOCK=_BLOCK, num_warps=4, **launch_options(x_THD),
+        )  # fmt: skip
+    return out_THD

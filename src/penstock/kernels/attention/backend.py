@@ -35,8 +35,12 @@ class AttentionBackend(Protocol):
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
         params: AttentionParams,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """out_THD, contiguous, in q's dtype."""
+        """out_THD, contiguous, in q's dtype.
+
+        `sinks_H` (float32): a score per head that takes its share of the softmax and has no value.
+        """
         ...
 
 

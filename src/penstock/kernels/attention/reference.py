@@ -11,8 +11,18 @@ from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.batch import ForwardBatch
 
 
-def attend(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scale: float, window: int | None) -> Tensor:
-    """softmax(q k^T * scale) v of one sequence; its Q queries are the last of its L positions."""
+def attend(
+    q_QHD: Tensor,
+    k_LKD: Tensor,
+    v_LKD: Tensor,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale) v of one sequence; its Q queries are the last of its L positions.
+
+    A head's sink is one more score of each of its queries, whose value is zero.
+    """
     num_queries, num_heads, head_size = q_QHD.shape
     kv_len, num_kv_heads, _ = k_LKD.shape
     q_QKGD = q_QHD.float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_size)
@@ -23,7 +33,12 @@ def attend(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scale: float, window: in
     seen_QL = key_L <= query_Q1
     if window is not None:
         seen_QL &= key_L > query_Q1 - window
-    weights_KGQL = scores_KGQL.masked_fill(~seen_QL, -torch.inf).softmax(-1)
+    scores_KGQL = scores_KGQL.masked_fill(~seen_QL, -torch.inf)
+    if sinks_H is None:
+        weights_KGQL = scores_KGQL.softmax(-1)
+    else:
+        sinks_KGQ1 = sinks_H.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_queries, 1)
+        weights_KGQL = torch.cat((scores_KGQL, sinks_KGQ1), dim=-1).softmax(-1)[..., :-1]
 
     out_QKGD = torch.einsum("kgql,lkd->qkgd", weights_KGQL, v_LKD.float())
     return out_QKGD.reshape(num_queries, num_heads, head_size).to(q_QHD.dtype)
@@ -46,6 +61,7 @@ class ReferenceAttention:
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
         params: AttentionParams,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
@@ -54,5 +70,7 @@ class ReferenceAttention:
             blocks_M = batch.block_table_RM[row]
             k_LKD = gather(k_cache_BKSD, blocks_M, kv_len)
             v_LKD = gather(v_cache_BKSD, blocks_M, kv_len).float() * params.v_scale
-            out_THD[start:end] = attend(q_THD[start:end], k_LKD, v_LKD, params.scale, params.window)
+            out_THD[start:end] = attend(
+                q_THD[start:end], k_LKD, v_LKD, params.scale, params.window, sinks_H
+            )
         return out_THD

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU: decodes in C, prefills one by one through torch's fused attention.
+"""Paged attention on a CPU: decodes and short prompts in C, others through torch's fused attention.
 
 Where the C functions are missing or do not fit, decodes go through torch as well, in batches.
 What depends only on the step (index tensors, masks, groups) is worked out at its first layer and
@@ -63,8 +63,9 @@ class SdpaAttention:
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
         params: AttentionParams,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        out_THD = self._attend(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params)
+        out_THD = self._attend(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params, sinks_H)
         return out_THD if params.v_scale == 1.0 else out_THD.mul_(params.v_scale)
 
     def _attend(
@@ -74,29 +75,37 @@ class SdpaAttention:
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
         params: AttentionParams,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
         scale, num_grouped = params.scale, batch.num_decodes
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        if num_grouped and native.can_decode(q_THD, k_cache_BKSD):
-            native.decode(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params, out_THD)
-            if num_grouped == batch.num_entries:
+        if native.can_attend(q_THD, k_cache_BKSD):
+            all_short = batch.max_kv_len <= native.MAX_PREFILL
+            num_here = batch.num_tokens if all_short else num_grouped
+            if num_here:
+                native.attend(
+                    q_THD, k_cache_BKSD, v_cache_BKSD, batch, num_here, params, out_THD, sinks_H
+                )
+            if num_here == batch.num_tokens:
                 return out_THD
             num_grouped = 0
         plan = self._plan(batch, num_grouped, num_kv_heads, block_size, params.window)
         for group in plan.groups:
             q_NHD = q_THD[group.tokens]
-            out_THD[group.tokens] = _decode(q_NHD, k_cache_BKSD, v_cache_BKSD, group, scale)
+            out_THD[group.tokens] = _decode(
+                q_NHD, k_cache_BKSD, v_cache_BKSD, group, scale, sinks_H
+            )
         for entry in plan.prefills:
             here = slice(entry.start, entry.end)
-            out_1HQD = F.scaled_dot_product_attention(
+            out_1HQD = _attention(
                 q_THD[here].transpose(0, 1).unsqueeze(0),
                 _gather(k_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype),
                 _gather(v_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype),
-                attn_mask=entry.mask_QL,
-                is_causal=entry.mask_QL is None,
-                scale=scale,
-                enable_gqa=True,
+                entry.mask_QL,
+                entry.mask_QL is None,
+                scale,
+                None if sinks_H is None else sinks_H[:, None],
             )
             out_THD[here] = out_1HQD[0].transpose(0, 1)
         return out_THD
@@ -117,18 +126,48 @@ class SdpaAttention:
         return plan
 
 
+def _attention(
+    q_NHQD: Tensor,
+    k_NKLD: Tensor,
+    v_NKLD: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    sinks_HQ: Tensor | None,
+) -> Tensor:
+    """What torch makes of it. Sinks (or [H, 1] of them) only make its result smaller, by a factor
+    that follows from the sum of exponentials: this is why the kernel is called by its own name."""
+    if sinks_HQ is None:
+        return F.scaled_dot_product_attention(
+            q_NHQD, k_NKLD, v_NKLD, mask, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q_NHQD.dtype).masked_fill_(~mask, -torch.inf)
+    out_NHQD, lse_NHQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_NHQD, k_NKLD, v_NKLD, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return out_NHQD * torch.sigmoid(lse_NHQ - sinks_HQ)[..., None].to(out_NHQD.dtype)
+
+
 def _decode(
-    q_NHD: Tensor, k_cache_BKSD: Tensor, v_cache_BKSD: Tensor, group: _DecodeGroup, scale: float
+    q_NHD: Tensor,
+    k_cache_BKSD: Tensor,
+    v_cache_BKSD: Tensor,
+    group: _DecodeGroup,
+    scale: float,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Attention of one query per sequence. The G heads of a kv head stand in as its G queries."""
     num_kv_heads, head_size = k_cache_BKSD.shape[1], q_NHD.shape[-1]
     q_NKGD = q_NHD.reshape(group.size, num_kv_heads, -1, head_size)
-    out_NKGD = F.scaled_dot_product_attention(
+    out_NKGD = _attention(
         q_NKGD,
         _gather(k_cache_BKSD, group.lines, group.size, group.num_keys, q_NHD.dtype),
         _gather(v_cache_BKSD, group.lines, group.size, group.num_keys, q_NHD.dtype),
-        attn_mask=None if group.mask_N11L is None else group.mask_N11L.to(q_NHD.dtype),
-        scale=scale,
+        None if group.mask_N11L is None else group.mask_N11L.to(q_NHD.dtype),
+        False,
+        scale,
+        None if sinks_H is None else sinks_H.view(num_kv_heads, -1),
     )
     return out_NKGD.reshape(q_NHD.shape)
 

@@ -23,6 +23,7 @@ class TritonAttention:
         v_cache_BKSD: Tensor,
         batch: ForwardBatch,
         params: AttentionParams,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_decodes = batch.num_decodes
@@ -37,6 +38,7 @@ class TritonAttention:
                 out_THD[:num_decodes],
                 params,
                 batch.max_kv_len,
+                sinks_H=sinks_H,
             )
         if batch.num_entries > num_decodes:
             prefill(
@@ -51,5 +53,6 @@ class TritonAttention:
                 params,
                 num_decodes,
                 batch.max_query_len,
+                sinks_H=sinks_H,
             )
         return out_THD

@@ -29,6 +29,7 @@ from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
 NO_WINDOW = 1 << 30
 
 
@@ -200,16 +201,17 @@ def _attend(
 
 @triton.jit
 def _decode(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr, table_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
     scale_log2, v_scale, window, stride_qn, stride_b, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr,
+    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
     IN_PAIRS: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (p, k, n) of P takes splits p, p + P, ... of sequence n and kv head k.
 
-    DIRECT: P is 1, writes out[n] itself. Else partial[n, h, split] and its log2-sum-exp.
+    DIRECT: P is 1, writes out[n] itself, sinks included. Else partial[n, h, split] and its
+    log2-sum-exp.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -235,6 +237,9 @@ def _decode(
             q, k_ptr, v_ptr, table_ptr, first, kv_len, seen_from,
             scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, ON_GPU,
         )  # fmt: skip
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + kv_head * G + g, mask=g < G, other=0.0)
+            total += tl.exp2(sink * _LOG2_E - m)
         out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (entry * (K * G) + heads) * D + cols, out, mask=inside)
     else:
@@ -255,11 +260,11 @@ def _decode(
 
 @triton.jit
 def reduce_splits(
-    partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, window,
+    partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, sinks_ptr, window,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[n, h] = sum over splits of partial * 2^lse / sum over splits of 2^lse.
+    """out[n, h] = sum over splits of partial * 2^lse / (sum over splits of 2^lse + e^sink).
 
     Program (h, n, i) has the i-th BLOCK_D channels.
     """
@@ -275,8 +280,12 @@ def reduce_splits(
     cols = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     at = (entry * H + head) * SPLITS + splits
     lse = tl.load(lse_ptr + at, mask=splits < num_splits, other=-float("inf"))
-    weight = tl.exp2(lse - tl.max(lse, axis=0))
-    weight = weight / tl.sum(weight, axis=0)
+    largest = tl.max(lse, axis=0)
+    weight = tl.exp2(lse - largest)
+    total = tl.sum(weight, axis=0)
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)
+    weight = weight / total
     mask = (splits < num_splits)[:, None] & (cols < D)[None, :]
     partial = tl.load(partial_ptr + at[:, None] * D + cols[None, :], mask=mask, other=0.0)
     out = tl.sum(partial * weight[:, None], axis=0)
@@ -295,6 +304,7 @@ def decode(
     params: AttentionParams,
     max_kv_len: int,
     config: DecodeConfig | None = None,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """out[n] = attention of q[n] over the kv_lens[n] cached tokens of row rows[n].
 
@@ -306,6 +316,8 @@ def decode(
     assert q_NHD.stride()[1:] == (head_size, 1) and out_NHD.is_contiguous(), q_NHD.stride()
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
     c = config or decode_config(num_heads, num_kv_heads, head_size, k_cache_BKSD.element_size())
+    if params.window is not None:
+        max_kv_len = min(max_kv_len, params.window + c.tile)  # the first tile may begin before it
     programs = min(
         c.max_splits,
         triton.cdiv(max_kv_len, c.min_span),
@@ -315,6 +327,7 @@ def decode(
     if in_pairs:
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
     window = NO_WINDOW if params.window is None else params.window
+    sinks = kv_lens_N if sinks_H is None else sinks_H  # not touched where there are none
     block_d = triton.next_power_of_2(head_size)
     partial, lse = out_NHD, out_NHD  # not touched by a single program
     if programs > 1:
@@ -323,17 +336,19 @@ def decode(
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
     _decode[(programs, num_kv_heads, num_entries)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, out_NHD, partial, lse, rows_N, kv_lens_N, block_table_RM,
-        params.scale * LOG2_E, params.v_scale, window,
+        sinks, params.scale * LOG2_E, params.v_scale, window,
         q_NHD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=num_heads // num_kv_heads, D=head_size, S=block_size,
         BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_D=block_d,
         TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits,
-        DIRECT=programs == 1, IN_PAIRS=in_pairs, ON_GPU=q_NHD.is_cuda,
+        DIRECT=programs == 1, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
+        ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
     if programs > 1:
         reduce_splits[(num_heads, num_entries, 1)](
-            partial, lse, out_NHD, kv_lens_N, window,
-            H=num_heads, D=head_size, BLOCK_D=block_d, TILE=c.tile,
-            MIN_SPAN=c.min_span, SPLITS=c.max_splits, num_warps=4, **launch_options(q_NHD),
+            partial, lse, out_NHD, kv_lens_N, sinks, window,
+            H=num_heads, D=head_size, BLOCK_D=block_d, TILE=c.tile, MIN_SPAN=c.min_span,
+            SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None, num_warps=4,
+            **launch_options(q_NHD),
         )  # fmt: skip

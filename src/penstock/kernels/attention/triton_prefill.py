@@ -16,9 +16,10 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.triton_decode import LOG2_E
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,11 @@ def _attend(
 
 @triton.jit(do_not_specialize=["first_entry"])
 def _prefill(
-    q_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, first_entry,
-    scale_log2, v_scale, window, stride_qt, stride_b, stride_table,
+    q_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
+    first_entry, scale_log2, v_scale, window, stride_qt, stride_b, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, k, n): the i-th last tile of rows of entry first_entry + n, for kv head k.
 
@@ -152,6 +154,8 @@ def _prefill(
         q, m, total, acc, positions, k_ptr, v_ptr, table_ptr, masked_from, end_key, kv_len,
         scale_log2, window, stride_b, S, D, BLOCK_D, TILE, True, HAS_WINDOW,
     )  # fmt: skip
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + heads) * _LOG2_E - m)
     out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (tokens * (K * G) + heads)[:, None] * D + cols, out, mask=inside)
 
@@ -169,6 +173,7 @@ def prefill(
     first_entry: int,
     max_query_len: int,
     config: PrefillConfig | None = None,
+    sinks_H: Tensor | None = None,
 ) -> None:
     """Attention of the entries from `first_entry` on, each over all its cached tokens."""
     _, num_heads, head_size = q_THD.shape
@@ -182,10 +187,11 @@ def prefill(
     grid = (triton.cdiv(max_query_len * group, c.rows), num_kv_heads, len(rows_N) - first_entry)
     _prefill[grid](
         q_THD, k_cache_BKSD, v_cache_BKSD, out_THD, rows_N, query_starts_N1, kv_lens_N,
-        block_table_RM, first_entry, params.scale * _LOG2_E, params.v_scale, params.window or 0,
+        block_table_RM, kv_lens_N if sinks_H is None else sinks_H,  # not touched without sinks
+        first_entry, params.scale * LOG2_E, params.v_scale, params.window or 0,
         q_THD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size,
         BLOCK_D=triton.next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
-        HAS_WINDOW=params.window is not None, num_warps=c.num_warps, num_stages=c.num_stages,
-        **launch_options(q_THD),
+        HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,
+        num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_THD),
     )  # fmt: skip

@@ -89,7 +89,7 @@ def pack(parts: Sequence[Codes], num_outputs: int | None = None) -> PackedWeight
         num_tiles, TILE, num_groups, -1, _WORD_BITS // form.bits
     )
     if form.bits == 4:
-        low, high = codes_NLGWC.unflatten(-1, (-1, 2)).unbind(-1)
+        low, high = codes_NLGWC.chunk(2, dim=-1)
         codes_NLGWC = low | high << 4  # bytes from here on
     codes_NGWLC = codes_NLGWC.permute(0, 2, 3, 1, 4)
     data_NGB = torch.empty(num_tiles, num_groups, form.record_bytes, dtype=torch.uint8)
@@ -128,7 +128,7 @@ def unpack(weight: PackedWeight) -> Tensor:
     )
     codes_NGWLC = data_NGB[..., meta_bytes:].reshape(num_tiles, num_groups, -1, TILE, 4)
     if form.bits == 4:
-        codes_NGWLC = torch.stack((codes_NGWLC & 15, codes_NGWLC >> 4), dim=-1).flatten(4)
+        codes_NGWLC = torch.cat((codes_NGWLC & 15, codes_NGWLC >> 4), dim=-1)
     codes_NLGI = codes_NGWLC.view(torch.int8).permute(0, 3, 1, 2, 4).flatten(3)
     weight_NLGI = scales_NLG1 * codes_NLGI + minima_NLG1
     return weight_NLGI.reshape(-1, weight.num_inputs)[: weight.num_outputs]

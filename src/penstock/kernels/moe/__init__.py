@@ -3,5 +3,25 @@
 from penstock.kernels.moe.gate import SILU, Gate, gated
 from penstock.kernels.moe.reference import Routing, experts, route
 from penstock.kernels.moe.touched import touched_experts
+from penstock.kernels.moe.weights import (
+    MXFP4_GROUP,
+    ExpertWeights,
+    mxfp4_values,
+    pack_mxfp4,
+    plain_weights,
+)
 
-__all__ = ["SILU", "Gate", "Routing", "experts", "gated", "route", "touched_experts"]
+__all__ = [
+    "MXFP4_GROUP",
+    "SILU",
+    "ExpertWeights",
+    "Gate",
+    "Routing",
+    "experts",
+    "gated",
+    "mxfp4_values",
+    "pack_mxfp4",
+    "plain_weights",
+    "route",
+    "touched_experts",
+]

@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.formats import PLAIN
+from penstock.kernels.fp8 import fp8_linear, quantize_fp8
 from penstock.kernels.moe.gate import Gate, gated
 from penstock.kernels.moe.touched import touched_experts
+from penstock.kernels.moe.weights import ExpertWeights, as_inputs
 from penstock.kernels.op import cpu, op
 
 _TINY = 1e-20  # keeps a sum of scores from zero
@@ -30,6 +33,7 @@ class Routing:
     scale: float = 1.0  # of the weights, after that
     num_groups: int = 1  # experts are chosen from the best `num_active_groups` of these
     num_active_groups: int = 1
+    num_best: int = 2  # a group is as good as the sum of its best experts, so many of them
 
 
 @op(gpu_module="penstock.kernels.moe.triton_route")
@@ -42,15 +46,15 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """(slots_TK int32, weights_TK float32) of each token's experts, best first.
 
-    `correction_E` counts for the choice, not for the weights. A group is as good as its best two
-    experts. `load_S` (int64) is increased by the number of tokens that chose each slot.
+    `correction_E` counts for the choice, not for the weights. `load_S` (int64) is increased by the
+    number of tokens that chose each slot.
     """
     scores_TE = logits_TE.float()
     scores_TE = scores_TE.sigmoid() if routing.score == "sigmoid" else scores_TE.softmax(-1)
     rank_TE = scores_TE if correction_E is None else scores_TE + correction_E
     if routing.num_active_groups < routing.num_groups:
         rank_TGE = rank_TE.unflatten(1, (routing.num_groups, -1))
-        best_TG = rank_TGE.topk(min(2, rank_TGE.shape[2])).values.sum(-1)
+        best_TG = rank_TGE.topk(min(routing.num_best, rank_TGE.shape[2])).values.sum(-1)
         chosen_TG = best_TG.topk(routing.num_active_groups).indices
         is_open_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, chosen_TG, True)
         rank_TE = rank_TGE.masked_fill(~is_open_TG.unsqueeze(-1), -torch.inf).flatten(1)
@@ -69,32 +73,36 @@ def experts(
     x_TD: Tensor,
     slots_TK: Tensor,
     weights_TK: Tensor,
-    gate_up_S2FD: Tensor,
-    down_SDF: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     gate_up_bias_S2F: Tensor | None,
     down_bias_SD: Tensor | None,
     gate: Gate,
 ) -> Tensor:
     """Sum over a token's experts of weight * down(gated(gate_up(x))), in fp32, back in x's dtype.
 
-    Here every token goes through every expert, most with weight zero.
+    Weights of 8-bit floats are multiplied with such inputs; the gate's result is rounded to x's
+    dtype before it becomes one. Here every token goes through every expert, most with weight zero.
     """
     y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
-    for slot in range(gate_up_S2FD.shape[0]):
+    for slot in range(gate_up.num_slots):
         weight_T1 = (weights_TK * (slots_TK == slot)).sum(1, keepdim=True)
-        up_bias_2F, bias_D = _row(gate_up_bias_S2F, slot), _row(down_bias_SD, slot)
-        h_T2F = _linear32(x_TD, gate_up_S2FD[slot], up_bias_2F)
-        y_TD += weight_T1 * _linear32(gated.reference(h_T2F, gate), down_SDF[slot], bias_D)
+        h_TF = gated.reference(_linear32(x_TD, gate_up, gate_up_bias_S2F, slot), gate)
+        if down.inputs != PLAIN:
+            h_TF = h_TF.to(x_TD.dtype)
+        y_TD += weight_T1 * _linear32(h_TF, down, down_bias_SD, slot)
     return y_TD.to(x_TD.dtype)
 
 
-def _row(bias_SO: Tensor | None, slot: int) -> Tensor | None:
-    return None if bias_SO is None else bias_SO[slot]
-
-
-def _linear32(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    bias_O = None if bias_O is None else bias_O.float()
-    return F.linear(x_TI.float(), weight_OI.float(), bias_O)
+def _linear32(x_TI: Tensor, weights: ExpertWeights, bias_SO: Tensor | None, slot: int) -> Tensor:
+    bias_O = None if bias_SO is None else bias_SO[slot].float()
+    values, scale = as_inputs(x_TI, weights.inputs, quantize_fp8.reference)
+    if scale is None:
+        return F.linear(values.float(), weights.matrix(slot), bias_O)
+    assert weights.scale is not None, weights
+    return fp8_linear.reference(
+        values, scale, weights.values[slot], weights.scale[slot], bias_O, torch.float32
+    )
 
 
 experts.impl("touched", needs=cpu())(touched_experts)

@@ -9,18 +9,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.kernels.fp8 import fp8_linear
 from penstock.kernels.gemm import PackedWeight, linear, packed_linear
 from penstock.kernels.moe.gate import Gate, gated
+from penstock.kernels.moe.weights import ExpertWeights, as_inputs
 
-Matrices = Sequence[Tensor | PackedWeight] | Tensor  # one per slot, in whatever form each has
+Matrices = Sequence[Tensor | PackedWeight] | ExpertWeights  # one per slot, in whatever form
 
 
 def touched_experts(
     x_TD: Tensor,
     slots_TK: Tensor,
     weights_TK: Tensor,
-    gate_up_S2FD: Matrices,
-    down_SDF: Matrices,
+    gate_up: Matrices,
+    down: Matrices,
     gate_up_bias_S2F: Tensor | None,
     down_bias_SD: Tensor | None,
     gate: Gate,
@@ -28,8 +30,8 @@ def touched_experts(
     """As `experts`."""
 
     def expert(slot: int, x_ND: Tensor) -> Tensor:
-        h_NF = gated(_linear(x_ND, gate_up_S2FD[slot], gate_up_bias_S2F, slot), gate)
-        return _linear(h_NF, down_SDF[slot], down_bias_SD, slot)
+        h_NF = gated(_linear(x_ND, gate_up, gate_up_bias_S2F, slot), gate)
+        return _linear(h_NF, down, down_bias_SD, slot)
 
     num_tokens, num_active = slots_TK.shape
     y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
@@ -49,10 +51,18 @@ def touched_experts(
     return y_TD.to(x_TD.dtype)
 
 
-def _linear(
-    x_NI: Tensor, weight: Tensor | PackedWeight, bias_SO: Tensor | None, slot: int
-) -> Tensor:
+def _linear(x_NI: Tensor, matrices: Matrices, bias_SO: Tensor | None, slot: int) -> Tensor:
     bias_O = None if bias_SO is None else bias_SO[slot]
-    if isinstance(weight, PackedWeight):
-        return packed_linear(x_NI, weight, bias_O)
-    return linear(x_NI, weight, bias_O)
+    if not isinstance(matrices, ExpertWeights):
+        matrix = matrices[slot]
+        if isinstance(matrix, PackedWeight):
+            return packed_linear(x_NI, matrix, bias_O)
+        return linear(x_NI, matrix, bias_O)
+    if matrices.format == "plain":
+        return linear(x_NI, matrices.values[slot], bias_O)
+    values, scale = as_inputs(x_NI, matrices.inputs)
+    if scale is None or matrices.scale is None:
+        return linear(values, matrices.matrix(slot).to(x_NI.dtype), bias_O)
+    return fp8_linear(
+        values, scale, matrices.values[slot], matrices.scale[slot], bias_O, x_NI.dtype
+    )

@@ -1,261 +1,215 @@
 """Experts on a GPU. Only weights of experts that have tokens are read, and no count leaves the GPU.
 
-A few tokens: each pair of a token and an expert is a product of its own, as quick as the weights
-can be read. More: pairs are sorted by expert into blocks of rows, of which each has one expert; the
-number of blocks is that of the worst case, and those that stay empty end at once.
+A few tokens: `triton_few`. More: pairs of a token and an expert are sorted by expert into blocks,
+of which each has one expert; the number of blocks is that of the worst case, and those that stay
+empty end at once. Weights are the left side of a product, pairs the right one: a tensor core takes
+64 rows on the left, but as few as 8 columns on the right, and on the left it takes registers, where
+codes of 4 bits have become floats.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pairs, M pairs of a
 block, D hidden size, F features of an expert; N outputs of either product.
 """
 
-import torch
+import functools
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels import tuned
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
+from penstock.kernels.moe.triton_few import bits_of, check, pointer, scale_strides, stride_of
+from penstock.kernels.moe.triton_sort import sorted_pairs
+from penstock.kernels.moe.triton_tiles import dot, gate_of, halves, mxfp4_pairs, mxfp4_power
+from penstock.kernels.moe.weights import ExpertWeights, as_inputs
 from penstock.kernels.op import arch
-
-MAX_FEW = 4  # tokens that are computed pair by pair
-_PAIRS = 256  # of one program that counts or sorts
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 
-@triton.jit
-def _gate(gate, up, alpha, shift, limit):
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    return (up + shift) * gate / (1.0 + tl.exp(-alpha * gate))
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """Launch shape of one product."""
 
-
-@triton.jit
-def _dot(x, w, acc, ON_GPU: tl.constexpr):
-    if not ON_GPU:  # the interpreter takes bfloat16 for whole numbers
-        x, w = x.to(tl.float32), w.to(tl.float32)
-    return tl.dot(x, w, acc, input_precision="ieee")
+    outputs: int  # of a tile; in blocks of scales they must lie in one
+    depth: int  # inputs at once; 128 where scales or codes come by 128
+    num_warps: int
+    num_stages: int
+    band: int  # blocks of pairs that follow each other before the next outputs
 
 
 @triton.jit
-def _gate_up_few(
-    x_ptr, slots_ptr, w_ptr, bias_ptr, h_ptr, stride_x, F, D, alpha, shift, limit,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """h[pair, f] = gate(x[token] . w[slot, f], x[token] . w[slot, F + f]); one program per pair and
-    ROWS features."""
-    pair = tl.program_id(0).to(tl.int64)
-    features = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_feature = features < F
-    slot = tl.load(slots_ptr + pair).to(tl.int64)
-    x_ptr += pair // K * stride_x
-    w_ptr += slot * 2 * F * D
-    gate, up = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, D, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mask = is_feature[:, None] & (at < D)[None, :]
-        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)[None, :]
-        w_at = w_ptr + features[:, None] * D + at[None, :]
-        gate += tl.load(w_at, mask=mask, other=0.0).to(tl.float32) * x
-        up += tl.load(w_at + F * D, mask=mask, other=0.0).to(tl.float32) * x
-    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
-    if HAS_BIAS:
-        bias_ptr += slot * 2 * F + features
-        gate += tl.load(bias_ptr, mask=is_feature, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + F, mask=is_feature, other=0.0).to(tl.float32)
-    h = _gate(gate, up, alpha, shift, limit)
-    tl.store(h_ptr + pair * F + features, h.to(h_ptr.dtype.element_ty), mask=is_feature)
-
-
-@triton.jit
-def _down_few(
-    h_ptr, slots_ptr, weights_ptr, w_ptr, bias_ptr, y_ptr, D, F,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """y[token, d] = sum over its pairs of weight * (h[pair] . w[slot, d]); one program per token
-    and ROWS channels."""
-    token = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_channel = channels < D
-    total, y = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for k in range(K):
-        pair = token * K + k
-        slot = tl.load(slots_ptr + pair).to(tl.int64)
-        weight = tl.load(weights_ptr + pair)
-        for start in range(0, F, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            mask = is_channel[:, None] & (at < F)[None, :]
-            h = tl.load(h_ptr + pair * F + at, mask=at < F, other=0.0).to(tl.float32)[None, :]
-            w_at = w_ptr + slot * D * F + channels[:, None] * F + at[None, :]
-            total += weight * h * tl.load(w_at, mask=mask, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + slot * D + channels, mask=is_channel, other=0.0)
-            y += weight * bias.to(tl.float32)
-    y += tl.sum(total, 1)
-    tl.store(y_ptr + token * D + channels, y.to(y_ptr.dtype.element_ty), mask=is_channel)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _count(slots_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr):
-    """counts[slot] = how many pairs have it."""
-    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pairs < num_pairs
-    slots = tl.load(slots_ptr + pairs, mask=inside, other=0)
-    tl.atomic_add(counts_ptr + slots, tl.full((BLOCK,), 1, tl.int32), mask=inside)
+def _mxfp4_left(words, scales, J: tl.constexpr, N: tl.constexpr, AS_BF16: tl.constexpr):
+    """[N, 32]: 2^-32 times the values of the J-th group of inputs, which keeps them in the range of
+    bfloat16 for every scale up to 2^33."""
+    pairs, power = mxfp4_pairs(words, J), mxfp4_power(scales, J, 94)
+    if AS_BF16:
+        powers = tl.broadcast_to((power * 0x00800080)[:, None], pairs.shape)
+        pairs = tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r", [pairs, powers], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        factor = (power << 23).to(tl.float32, bitcast=True)[:, None]
+        low, high = halves(pairs)
+        low, high = low * factor, high * factor
+    return tl.reshape(tl.join(low, high), (N, 32))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
-def _plan(
-    counts_ptr, next_ptr, block_slots_ptr, pairs_ptr, num_pairs, num_blocks, S,
-    M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
-    """Each slot gets the blocks behind those of the slots before it. Writes next[slot] = its first
-    place, block_slots[block] (S or more: empty), and num_pairs, no pair, into every place; one
-    program per BLOCK_B blocks."""
-    slots = tl.arange(0, BLOCK_S)
-    counts = tl.load(counts_ptr + slots, mask=slots < S, other=0)
-    num_each = (counts + M - 1) // M
-    ends = tl.cumsum(num_each, 0)
-    if tl.program_id(0) == 0:
-        tl.store(next_ptr + slots, (ends - num_each) * M, mask=slots < S)
-    blocks = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    slot_of = tl.sum((ends[None, :] <= blocks[:, None]).to(tl.int32), 1)
-    tl.store(block_slots_ptr + blocks, slot_of, mask=blocks < num_blocks)
-    places = tl.program_id(0) * BLOCK_B * M + tl.arange(0, BLOCK_B * M)
-    none = tl.full((BLOCK_B * M,), 0, tl.int32) + num_pairs
-    tl.store(pairs_ptr + places, none, mask=places < num_blocks * M)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _place(slots_ptr, next_ptr, pairs_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Every pair takes the next place of its slot; the order within a slot does not matter."""
-    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pairs < num_pairs
-    slots = tl.load(slots_ptr + pairs, mask=inside, other=0)
-    places = tl.atomic_add(next_ptr + slots, tl.full((BLOCK,), 1, tl.int32), mask=inside)
-    tl.store(pairs_ptr + places, pairs, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
 def _grouped(
-    x_ptr, w_ptr, bias_ptr, weights_ptr, y_ptr, pairs_ptr, block_slots_ptr, stride_x,
-    num_pairs, S, N, num_inputs, alpha, shift, limit,
-    PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ON_GPU: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, weights_ptr, y_ptr, pairs_ptr,
+    block_slots_ptr, stride_x, stride_x_scale_t, stride_x_scale_g, stride_w, stride_w_scale,
+    num_pairs, num_blocks, S, N, num_inputs, alpha, shift, limit,
+    FORMAT: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, BAND: tl.constexpr, IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of pairs times some outputs of its slot's matrix.
 
     Gated: y[pair, n] = gate(x . w[slot, n], x . w[slot, N + n]), else weight * (x . w[slot, n]),
     with x = x[pair // PAIRS_PER_ROW].
     """
-    slot = tl.load(block_slots_ptr + tl.program_id(1)).to(tl.int64)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    num_n = tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (BAND * num_n)
+    height = tl.minimum(num_blocks - band * BAND, BAND)
+    within = tl.program_id(0) % (BAND * num_n)
+    block, first = band * BAND + within % height, within // height * BLOCK_N
+    slot = tl.load(block_slots_ptr + block).to(tl.int64)
     if slot >= S:
         return
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pairs = tl.load(pairs_ptr + rows).to(tl.int64)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    outputs = first + tl.arange(0, BLOCK_N)
     is_pair, is_output = pairs < num_pairs, outputs < N
-    x_rows = x_ptr + (pairs // PAIRS_PER_ROW)[:, None] * stride_x
-    w_ptr += slot * (2 * N if IS_GATED else N) * num_inputs
-    w_columns = w_ptr + outputs[None, :].to(tl.int64) * num_inputs
-    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, num_inputs, BLOCK_I):
-        at = start + tl.arange(0, BLOCK_I)
-        is_input = at < num_inputs
-        mask = is_pair[:, None] & is_input[None, :]
-        x = tl.load(x_rows + at[None, :], mask=mask, other=0.0)
-        mask = is_input[:, None] & is_output[None, :]
-        w = tl.load(w_columns + at[:, None], mask=mask, other=0.0)
-        y = _dot(x, w, y, ON_GPU)
-        if IS_GATED:
-            w = tl.load(w_columns + N * num_inputs + at[:, None], mask=mask, other=0.0)
-            up = _dot(x, w, up, ON_GPU)
-    if HAS_BIAS:
-        bias_ptr += slot * (2 * N if IS_GATED else N) + outputs
-        y += tl.load(bias_ptr, mask=is_output, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            up += tl.load(bias_ptr + N, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    if IS_GATED:
-        y = _gate(y, up, alpha, shift, limit)
+    x_ptr += (pairs // PAIRS_PER_ROW)[:, None] * stride_x
+    x_scale_ptr += pairs // PAIRS_PER_ROW * stride_x_scale_t
+    w_ptr += slot * stride_w
+    w_scale_ptr += slot * stride_w_scale
+    num_rows = 2 * N if IS_GATED else N
+    y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+
+    if FORMAT == "mxfp4":
+        AS_BF16: tl.constexpr = ON_GPU and x_ptr.dtype.element_ty == tl.bfloat16
+        is_word = is_output[:, None]
+        for tile in range(tl.cdiv(num_inputs, 128)):
+            at = tile * num_rows + outputs
+            words_at = w_ptr + at[:, None] * 16 + tl.arange(0, 16)[None, :]
+            words = tl.load(words_at, mask=is_word, other=0)
+            scales = tl.load(w_scale_ptr + at, mask=is_output, other=0)
+            if IS_GATED:
+                up_words = tl.load(words_at + N * 16, mask=is_word, other=0)
+                up_scales = tl.load(w_scale_ptr + at + N, mask=is_output, other=0)
+            for j in tl.static_range(4):
+                inputs = tile * 128 + 32 * j + tl.arange(0, 32)
+                mask = is_pair[:, None] & (inputs < num_inputs)[None, :]
+                x = tl.load(x_ptr + inputs[None, :], mask=mask, other=0.0)
+                if not AS_BF16:
+                    x = x.to(tl.float32)
+                left = _mxfp4_left(words, scales, j, BLOCK_N, AS_BF16)
+                y = tl.dot(left, tl.trans(x), y, input_precision="ieee")
+                if IS_GATED:
+                    left = _mxfp4_left(up_words, up_scales, j, BLOCK_N, AS_BF16)
+                    up = tl.dot(left, tl.trans(x), up, input_precision="ieee")
+        y, up = y * 4294967296.0, up * 4294967296.0
     else:
-        y *= tl.load(weights_ptr + pairs, mask=is_pair, other=0.0)[:, None]
-    y_at = y_ptr + pairs[:, None] * N + outputs[None, :]
-    mask = is_pair[:, None] & is_output[None, :]
+        w_rows = w_ptr + outputs[:, None].to(tl.int64) * num_inputs
+        for start in range(0, num_inputs, BLOCK_I):
+            inputs = start + tl.arange(0, BLOCK_I)
+            is_input = inputs < num_inputs
+            mask = is_pair[:, None] & is_input[None, :]
+            x = tl.trans(tl.load(x_ptr + inputs[None, :], mask=mask, other=0.0))
+            mask = is_output[:, None] & is_input[None, :]
+            w = tl.load(w_rows + inputs[None, :], mask=mask, other=0.0)
+            if IS_GATED:
+                up_w = tl.load(w_rows + N * num_inputs + inputs[None, :], mask=mask, other=0.0)
+            if FORMAT == "fp8 blocks":
+                group, num_groups = start // 128, tl.cdiv(num_inputs, 128)
+                x_scale_at = x_scale_ptr + group * stride_x_scale_g
+                x_scale = tl.load(x_scale_at, mask=is_pair, other=0.0)[None, :]
+                scale_at = w_scale_ptr + first // 128 * num_groups + group
+                y += tl.dot(w, x) * (x_scale * tl.load(scale_at))
+                if IS_GATED:
+                    scale = tl.load(scale_at + N // 128 * num_groups)
+                    up += tl.dot(up_w, x) * (x_scale * scale)
+            else:
+                y = dot(w, x, y, ON_GPU)
+                if IS_GATED:
+                    up = dot(up_w, x, up, ON_GPU)
+    if FORMAT == "fp8 outputs":
+        x_scale = tl.load(x_scale_ptr, mask=is_pair, other=0.0)[None, :]
+        w_scale_ptr += outputs
+        y *= x_scale * tl.load(w_scale_ptr, mask=is_output, other=0.0)[:, None]
+        if IS_GATED:
+            up *= x_scale * tl.load(w_scale_ptr + N, mask=is_output, other=0.0)[:, None]
+
+    if HAS_BIAS:
+        bias_ptr += slot * num_rows + outputs
+        y += tl.load(bias_ptr, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            up += tl.load(bias_ptr + N, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        y = gate_of(y, up, alpha, shift, limit)
+    else:
+        y *= tl.load(weights_ptr + pairs, mask=is_pair, other=0.0)[None, :]
+    y_at = y_ptr + pairs[None, :] * N + outputs[:, None]
+    mask = is_pair[None, :] & is_output[:, None]
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _sum_pairs(pairs_ptr, y_ptr, D, K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_pairs(
+    pairs_ptr, y_ptr, D, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """y[token] = sum of its pairs; one program per token and block of channels."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < D
     y = tl.zeros((BLOCK,), tl.float32)
-    for k in range(K):
+    for k in tl.static_range(K):
         at = pairs_ptr + (token * K + k) * D + channels
         y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * D + channels, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _check(x_TD: Tensor, *contiguous: Tensor | None) -> None:
-    assert x_TD.stride(1) == 1, x_TD.stride()
-    assert all(t is None or t.is_contiguous() for t in contiguous)
+def rows_per_block(num_pairs: int, num_slots: int, format: str) -> int:
+    """About as many as an expert has on average: fewer read weights again, more stay empty.
 
-
-@experts.impl("triton few", needs=arch(80), fits=lambda x_TD, *_: 0 < x_TD.shape[0] <= MAX_FEW)
-def experts_few(
-    x_TD: Tensor,
-    slots_TK: Tensor,
-    weights_TK: Tensor,
-    gate_up_S2FD: Tensor,
-    down_SDF: Tensor,
-    gate_up_bias_S2F: Tensor | None,
-    down_bias_SD: Tensor | None,
-    gate: Gate,
-) -> Tensor:
-    _check(x_TD, slots_TK, weights_TK, gate_up_S2FD, down_SDF, gate_up_bias_S2F, down_bias_SD)
-    (num_tokens, num_active), (_, size, num_features) = slots_TK.shape, down_SDF.shape
-    h_PF = x_TD.new_empty((num_tokens * num_active, num_features))
-    y_TD = x_TD.new_empty((num_tokens, size))
-    rows = 4
-    _gate_up_few[(h_PF.shape[0], triton.cdiv(num_features, rows))](
-        x_TD, slots_TK, gate_up_S2FD, gate_up_bias_S2F, h_PF, x_TD.stride(0), num_features, size,
-        gate.alpha, gate.shift, gate.limit, K=num_active, ROWS=rows,
-        BLOCK=min(512, triton.next_power_of_2(size)), HAS_BIAS=gate_up_bias_S2F is not None,
-        num_warps=4,
-    )  # fmt: skip
-    _down_few[(num_tokens, triton.cdiv(size, rows))](
-        h_PF, slots_TK, weights_TK, down_SDF, down_bias_SD, y_TD, size, num_features,
-        K=num_active, ROWS=rows, BLOCK=min(512, triton.next_power_of_2(num_features)),
-        HAS_BIAS=down_bias_SD is not None, num_warps=4,
-    )  # fmt: skip
-    return y_TD
-
-
-def sorted_pairs(slots_TK: Tensor, num_slots: int, block: int) -> tuple[Tensor, Tensor]:
-    """(pairs_BM, block_slots_B): the pairs in blocks of one slot each; P where there is no pair.
-
-    B is the most there can be: every slot may have one block that is not full.
+    Blocks of scales need a second sum for every output, and 128 rows more registers than there are.
     """
-    num_pairs, device = slots_TK.numel(), slots_TK.device
-    num_blocks = num_pairs // block + min(num_slots, num_pairs)
-    counts_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
-    next_S = torch.empty_like(counts_S)
-    block_slots_B = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    pairs_BM = torch.empty((num_blocks, block), dtype=torch.int32, device=device)
-    grid = (triton.cdiv(num_pairs, _PAIRS),)
-    _count[grid](slots_TK, counts_S, num_pairs, BLOCK=_PAIRS, num_warps=4)
-    blocks_each = 16
-    _plan[(triton.cdiv(num_blocks, blocks_each),)](
-        counts_S, next_S, block_slots_B, pairs_BM, num_pairs, num_blocks, num_slots,
-        M=block, BLOCK_S=triton.next_power_of_2(num_slots), BLOCK_B=blocks_each, num_warps=4,
-    )  # fmt: skip
-    _place[grid](slots_TK, next_S, pairs_BM, num_pairs, BLOCK=_PAIRS, num_warps=4)
-    return pairs_BM, block_slots_B
+    most = 64 if format == "fp8 blocks" else 128
+    return min(max(triton.next_power_of_2(num_pairs // num_slots), 16), most)
 
 
-def _rows_per_block(num_pairs: int, num_slots: int) -> int:
-    """About as many as an expert has on average: fewer read weights again, more stay empty."""
-    return min(max(triton.next_power_of_2(num_pairs // num_slots), 16), 128)
+@functools.cache
+def grouped_config(
+    num_outputs: int, num_inputs: int, bits: int, rows: int, is_gated: bool
+) -> GroupedConfig:
+    """A gate has twice the sums, so half the outputs in a tile of the same size.
+
+    Few pairs wait for weights: small tiles, of which many are on the way. Many wait for the tensor
+    cores: large tiles, and blocks of an expert close together, which share its weights.
+    """
+    depth = {32: 32, 16: 64}.get(bits, 128)
+    if rows <= 32:
+        usual = GroupedConfig(outputs=64, depth=depth, num_warps=4, num_stages=4, band=1)
+    elif bits == 32:
+        usual = GroupedConfig(outputs=64, depth=depth, num_warps=4, num_stages=3, band=4)
+    else:
+        outputs, num_warps = (64, 4) if is_gated else (128, 8)
+        usual = GroupedConfig(
+            outputs=outputs, depth=depth, num_warps=num_warps, num_stages=3, band=4
+        )
+    return tuned.best(
+        "experts grouped", usual, outputs=num_outputs, inputs=num_inputs, bits=bits, rows=rows
+    )
 
 
 @experts.impl("triton grouped", needs=arch(80), fits=lambda x_TD, *_: x_TD.shape[0] > 0)
@@ -263,34 +217,51 @@ def experts_grouped(
     x_TD: Tensor,
     slots_TK: Tensor,
     weights_TK: Tensor,
-    gate_up_S2FD: Tensor,
-    down_SDF: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     gate_up_bias_S2F: Tensor | None,
     down_bias_SD: Tensor | None,
     gate: Gate,
+    rows: int | None = None,
+    configs: tuple[GroupedConfig, GroupedConfig] | None = None,
 ) -> Tensor:
-    _check(x_TD, slots_TK, weights_TK, gate_up_S2FD, down_SDF, gate_up_bias_S2F, down_bias_SD)
-    (num_tokens, num_active), (num_slots, size, num_features) = slots_TK.shape, down_SDF.shape
+    check(x_TD, slots_TK, weights_TK, gate_up.values, down.values, gate_up_bias_S2F, down_bias_SD)
+    num_tokens, num_active = slots_TK.shape
+    size, num_features, num_slots = gate_up.num_inputs, down.num_inputs, down.num_slots
     num_pairs = num_tokens * num_active
-    rows = _rows_per_block(num_pairs, num_slots)
+    rows = rows or rows_per_block(num_pairs, num_slots, gate_up.format)
     pairs_BM, block_slots_B = sorted_pairs(slots_TK, num_slots, rows)
-    h_PF = x_TD.new_empty((num_pairs, num_features))
-    y_PD = x_TD.new_empty((num_pairs, size))
-    y_TD = x_TD.new_empty((num_tokens, size))
-    columns, depth = 64, 32 if x_TD.dtype is torch.float32 else 64
-    for is_gated, x, weight, bias, out in (
-        (True, x_TD, gate_up_S2FD, gate_up_bias_S2F, h_PF),
-        (False, h_PF, down_SDF, down_bias_SD, y_PD),
-    ):
-        _grouped[(triton.cdiv(out.shape[1], columns), len(block_slots_B))](
-            x, weight, bias, weights_TK, out, pairs_BM, block_slots_B, x.stride(0),
-            num_pairs, num_slots, out.shape[1], weight.shape[2],
-            gate.alpha, gate.shift, gate.limit, PAIRS_PER_ROW=num_active if is_gated else 1,
-            BLOCK_M=rows, BLOCK_N=columns, BLOCK_I=depth, IS_GATED=is_gated,
-            HAS_BIAS=bias is not None, ON_GPU=x.is_cuda, num_warps=4, num_stages=3,
+
+    def multiply(
+        x: Tensor, weights: ExpertWeights, bias: Tensor | None, out: Tensor, is_gated: bool
+    ) -> None:
+        values, scale = as_inputs(x, weights.inputs)
+        c = (
+            configs[0 if is_gated else 1]
+            if configs
+            else grouped_config(
+                weights.num_outputs, weights.num_inputs, bits_of(weights), rows, is_gated
+            )
+        )
+        num_outputs, num_blocks = out.shape[1], len(block_slots_B)
+        _grouped[(triton.cdiv(num_outputs, c.outputs) * num_blocks,)](
+            values, pointer(scale, values), weights.values, pointer(weights.scale, values), bias,
+            weights_TK, out, pairs_BM, block_slots_B, values.stride(0), *scale_strides(scale),
+            weights.values.stride(0), stride_of(weights.scale), num_pairs, num_blocks, num_slots,
+            num_outputs, weights.num_inputs,
+            gate.alpha, gate.shift, gate.limit, FORMAT=weights.format,
+            PAIRS_PER_ROW=num_active if is_gated else 1, BLOCK_M=rows, BLOCK_N=c.outputs,
+            BLOCK_I=c.depth, BAND=c.band, IS_GATED=is_gated, HAS_BIAS=bias is not None,
+            ON_GPU=x.is_cuda, num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(x),
         )  # fmt: skip
+
+    h_PF = x_TD.new_empty((num_pairs, num_features))
+    multiply(x_TD, gate_up, gate_up_bias_S2F, h_PF, is_gated=True)
+    y_PD = x_TD.new_empty((num_pairs, size))
+    multiply(h_PF, down, down_bias_SD, y_PD, is_gated=False)
+    y_TD = x_TD.new_empty((num_tokens, size))
     block = min(1024, triton.next_power_of_2(size))
     _sum_pairs[(num_tokens, triton.cdiv(size, block))](
-        y_PD, y_TD, size, K=num_active, BLOCK=block, num_warps=4
+        y_PD, y_TD, size, K=num_active, BLOCK=block, num_warps=4, **launch_options(x_TD)
     )
     return y_TD

@@ -17,7 +17,8 @@ def _route(
     logits_ptr, correction_ptr, slot_of_ptr, load_ptr, slots_ptr, weights_ptr, stride_t, scale,
     E: tl.constexpr, K: tl.constexpr, G: tl.constexpr, ACTIVE_GROUPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BEST_TWO: tl.constexpr, IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """The K largest scores of a row, one after the other; one program per token.
 
@@ -40,7 +41,7 @@ def _route(
 
     if ACTIVE_GROUPS < G:
         best = tl.max(rank, 1)
-        if E > G:
+        if BEST_TWO:
             first = tl.min(tl.where(rank == best[:, None], numbers, E), 1)
             best += tl.max(tl.where(numbers == first[:, None], float("-inf"), rank), 1)
         is_open = groups < 0
@@ -73,7 +74,13 @@ def _route(
     tl.atomic_add(load_ptr + slots, tl.full((BLOCK_K,), 1, tl.int64), mask=taken)
 
 
-@route.impl("triton", needs=arch(80), fits=lambda logits_TE, *_: logits_TE.dtype is torch.float32)
+@route.impl(
+    "triton",
+    needs=arch(80),
+    fits=lambda logits_TE, routing, *_: (
+        logits_TE.dtype is torch.float32 and routing.num_best in (1, 2)
+    ),
+)
 def route_triton(
     logits_TE: Tensor,
     routing: Routing,
@@ -93,6 +100,7 @@ def route_triton(
             BLOCK_K=triton.next_power_of_2(routing.num_active),
             BLOCK_G=triton.next_power_of_2(routing.num_groups),
             BLOCK_E=triton.next_power_of_2(num_experts // routing.num_groups),
+            BEST_TWO=routing.num_best == 2 and num_experts > routing.num_groups,
             IS_SIGMOID=routing.score == "sigmoid", HAS_CORRECTION=correction_E is not None,
             RENORMALIZE=routing.renormalize, num_warps=1 if num_experts <= 128 else 2,
         )  # fmt: skip

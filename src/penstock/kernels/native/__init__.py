@@ -13,27 +13,14 @@ import torch
 
 from penstock import log
 from penstock.kernels.native.compiler import BuildError, compiled
+from penstock.kernels.native.functions import declare
 
 _log = log.get(__name__)
-
-# The C functions and their arguments: p pointer (0 is NULL), i int64, f float. All return nothing.
-_FUNCTIONS = {
-    "set_num_threads": "i",
-    "packed_linear": "pii pp pi iiii",
-    "packed_rows": "pi p pi iiii",
-    "rms_norm": "pi pp pp iif",
-    "silu_mul": "pi p ii",
-    "rope_kv_write": "pipp f ppp ppp iiiiiii",
-    "decode_attention": "pi pp ppp p iiiiiiii f",
-    "decode_inputs": "pppp pppp iii",
-    "argmax": "pi p ii",
-}
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The functions above; None where they cannot be had, which is said once in the log."""
+    """The functions; None where they cannot be had, which is said once in the log."""
     try:
         return load(compiled())
     except (BuildError, OSError) as error:
@@ -43,10 +30,7 @@ def library() -> ctypes.CDLL | None:
 
 def load(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
-    for name, letters in _FUNCTIONS.items():
-        function = getattr(loaded, name)
-        function.argtypes = [_TYPES[letter] for letter in letters.replace(" ", "")]
-        function.restype = None
+    declare(loaded)
     loaded.set_num_threads(torch.get_num_threads())
     return loaded
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock import log
 from penstock.hub.folder import cache_home
+from penstock.kernels.native.functions import calls_source
 
 _log = log.get(__name__)
 
@@ -35,7 +36,7 @@ def compiled() -> Path:
     if compiler is None:
         raise BuildError(f"no C compiler ({', '.join(_COMPILERS)}); install one")
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
-    parts = [source.read_text(encoding="utf-8") for source in sources]
+    parts = [calls_source(), *(source.read_text(encoding="utf-8") for source in sources)]
     parts += [_run(compiler, "--version"), _processor(), repr((_FLAGS, _THIS_MACHINE))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     target = cache_home() / "native" / f"ops-{digest}.so"
@@ -45,7 +46,9 @@ def compiled() -> Path:
     started = time.perf_counter()
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as unfinished:
-        made = _compile(compiler, [s for s in sources if s.suffix == ".c"], unfinished)
+        calls = Path(unfinished) / "calls.c"
+        calls.write_text(calls_source(), encoding="utf-8")
+        made = _compile(compiler, [calls, *(s for s in sources if s.suffix == ".c")], unfinished)
         os.replace(made, target)
     _log.info("compiled native CPU ops in %.1f s", time.perf_counter() - started)
     return target

@@ -21,13 +21,16 @@
 #endif
 
 enum { MAX_THREADS = 256, SPINS_BEFORE_SLEEP = 5000, SPINS_BEFORE_YIELD = 500 };
+enum { PARTS_PER_THREAD = 4 }; /* some may start late */
+#define NO_PART UINT32_MAX
 
 /* Generation of the loop in the upper half, next part in the lower: a part is taken by one compare
-   and swap, which fails if the loop has ended in the meantime. */
+   and swap, which fails if the loop has ended in the meantime. Between two loops it is NO_PART: then
+   nobody takes one while the values below change. */
 static _Atomic uint64_t turn;
 static _Atomic(Chunk) turn_chunk;
 static _Atomic(const void *) turn_job;
-static _Atomic int64_t turn_size, turn_step;
+static _Atomic int64_t turn_size;
 static _Atomic uint32_t num_parts, num_done;
 
 static _Atomic int num_threads = 1, num_asleep;
@@ -40,13 +43,12 @@ static void take_parts(uint32_t generation) {
   for (;;) {
     uint64_t now = atomic_load(&turn);
     const uint32_t part = (uint32_t)now;
-    if (now >> 32 != generation || part >= atomic_load(&num_parts)) return;
+    const int64_t parts = atomic_load(&num_parts), size = atomic_load(&turn_size);
+    if (now >> 32 != generation || part >= parts) return;
     const Chunk chunk = atomic_load(&turn_chunk);
     const void *job = atomic_load(&turn_job);
-    const int64_t size = atomic_load(&turn_size), step = atomic_load(&turn_step);
     if (!atomic_compare_exchange_strong(&turn, &now, now + 1)) continue;
-    const int64_t first = part * step;
-    chunk(job, first, first + step < size ? first + step : size);
+    chunk(job, part * size / parts, (part + 1) * size / parts);
     atomic_fetch_add(&num_done, 1);
   }
 }
@@ -85,24 +87,18 @@ void set_num_threads(int64_t count) {
   pthread_mutex_unlock(&caller_mutex);
 }
 
-int64_t even_step(int64_t size, int64_t smallest) {
-  const int64_t threads = atomic_load(&num_threads), parts = 4 * threads;
-  const int64_t step = (size + parts - 1) / parts;
-  return threads == 1 ? size : step > smallest ? step : smallest;
-}
-
-void in_chunks(Chunk chunk, const void *job, int64_t size, int64_t step) {
+void in_chunks(Chunk chunk, const void *job, int64_t size, int64_t smallest) {
   if (size <= 0) return;
+  const int64_t threads = atomic_load(&num_threads), most = PARTS_PER_THREAD * threads;
+  const uint32_t parts = (uint32_t)(size / smallest < most ? size / smallest : most);
   /* A second caller, and a loop of one part, run alone. */
-  if (step >= size || atomic_load(&num_threads) == 1 || pthread_mutex_trylock(&caller_mutex)) {
+  if (parts < 2 || threads == 1 || pthread_mutex_trylock(&caller_mutex)) {
     chunk(job, 0, size);
     return;
   }
-  const uint32_t parts = (uint32_t)((size + step - 1) / step);
   const uint32_t generation = (uint32_t)(atomic_load(&turn) >> 32) + 1;
   atomic_store(&turn_chunk, chunk), atomic_store(&turn_job, job);
-  atomic_store(&turn_size, size), atomic_store(&turn_step, step);
-  atomic_store(&num_parts, parts), atomic_store(&num_done, 0);
+  atomic_store(&turn_size, size), atomic_store(&num_parts, parts), atomic_store(&num_done, 0);
   atomic_store(&turn, (uint64_t)generation << 32);
   if (atomic_load(&num_asleep)) {
     pthread_mutex_lock(&sleep_mutex);
@@ -115,5 +111,6 @@ void in_chunks(Chunk chunk, const void *job, int64_t size, int64_t step) {
       PAUSE();
     else
       sched_yield(); /* whoever has the part may need this core */
+  atomic_store(&turn, (uint64_t)generation << 32 | NO_PART);
   pthread_mutex_unlock(&caller_mutex);
 }

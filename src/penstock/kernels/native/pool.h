@@ -7,10 +7,8 @@
 
 typedef void (*Chunk)(const void *job, int64_t first, int64_t last);
 
-/* chunk(job, first, last) for all of 0..size - 1, in parts of `step`, by whoever is free. */
-void in_chunks(Chunk chunk, const void *job, int64_t size, int64_t step);
-
-/* A step that gives every thread a few parts: some may start late. */
-int64_t even_step(int64_t size, int64_t smallest);
+/* chunk(job, first, last) for all of 0..size - 1, in even parts of at least `smallest`, by whoever
+   is free. */
+void in_chunks(Chunk chunk, const void *job, int64_t size, int64_t smallest);
 
 #endif

@@ -7,7 +7,7 @@
 #include "pool.h"
 #include "vector.h"
 
-enum { WORTHWHILE = 1 << 14 }; /* values that are worth handing to another thread */
+enum { WORTHWHILE = 1 << 11 }; /* values that are worth handing to another thread, about 1 us */
 
 INLINE float square_sum(const float *x, int64_t size) {
   floats total[2] = {};
@@ -55,7 +55,7 @@ static void norm_rows(const void *job, int64_t first, int64_t last) {
 void rms_norm(const float *x, int64_t stride, const float *residual, float *total,
               const float *weight, float *out, int64_t num_rows, int64_t size, float eps) {
   const Norm job = {x, residual, weight, total, out, stride, size, eps};
-  in_chunks(norm_rows, &job, num_rows, even_step(num_rows, 1 + WORTHWHILE / size));
+  in_chunks(norm_rows, &job, num_rows, 1 + WORTHWHILE / size);
 }
 
 INLINE floats silu(floats x) { return x / (1.0f + exp_of(-x)); }
@@ -80,7 +80,7 @@ static void gate_rows(const void *job, int64_t first, int64_t last) {
 /* out[t, c] = silu(x[t, c]) * x[t, size + c] */
 void silu_mul(const float *x, int64_t stride, float *out, int64_t num_rows, int64_t size) {
   const Gate job = {x, out, stride, size};
-  in_chunks(gate_rows, &job, num_rows, even_step(num_rows, 1 + WORTHWHILE / size));
+  in_chunks(gate_rows, &job, num_rows, 1 + WORTHWHILE / size);
 }
 
 /* The first 2 * half channels of one head turn by the token's angles; the others stay. */
@@ -104,7 +104,7 @@ typedef struct {
   const float *qkv, *q_weight, *k_weight, *table;
   const int64_t *positions, *slots;
   float *q_out, *k_cache, *v_cache;
-  int64_t stride, num_heads, num_kv_heads, size, num_rotated, block_size, block_stride;
+  int64_t stride, num_heads, q_step, num_kv_heads, size, num_rotated, block_size, block_stride;
   float eps;
 } Heads;
 
@@ -115,7 +115,7 @@ static void rope_tokens(const void *job, int64_t first, int64_t last) {
     const float *x = h->qkv + t * h->stride, *angles = h->table + h->positions[t] * h->num_rotated;
     const int64_t block = h->slots[t] / h->block_size, offset = h->slots[t] % h->block_size;
     const int64_t place = block * h->block_stride + offset * size;
-    for (int64_t head = 0; head < h->num_heads + h->num_kv_heads; head++, x += size) {
+    for (int64_t head = 0; head < h->num_heads + h->num_kv_heads; head++) {
       const int64_t kv_head = head - h->num_heads;
       const float *weight = kv_head < 0 ? h->q_weight : h->k_weight, *from = x;
       float normed[size];
@@ -126,24 +126,26 @@ static void rope_tokens(const void *job, int64_t first, int64_t last) {
       float *to = kv_head < 0 ? h->q_out + (t * h->num_heads + head) * size
                               : h->k_cache + place + kv_head * plane;
       rotate(from, angles, to, h->num_rotated / 2, size);
+      x += kv_head < 0 ? h->q_step * size : size;
     }
     for (int64_t kv_head = 0; kv_head < h->num_kv_heads; kv_head++, x += size)
       memcpy(h->v_cache + place + kv_head * plane, x, size * sizeof(float));
   }
 }
 
-/* qkv[T, H + 2K, D]: queries and keys are normed (unless the weights are NULL) and rotated, queries
-   go to q_out[T, H, D], keys and values to slot slots[t] of the caches [B, K, S, D]. */
+/* qkv[T, q_step * H + 2K, D], every q_step-th of the first heads a query. Queries and keys are
+   normed (unless the weights are NULL) and rotated, queries go to q_out[T, H, D], keys and values
+   to slot slots[t] of the caches [B, K, S, D]. */
 void rope_kv_write(const float *qkv, int64_t stride, const float *q_weight, const float *k_weight,
                    float eps, const float *table, const int64_t *positions, const int64_t *slots,
                    float *q_out, float *k_cache, float *v_cache, int64_t num_tokens,
-                   int64_t num_heads, int64_t num_kv_heads, int64_t size, int64_t num_rotated,
-                   int64_t block_size, int64_t block_stride) {
+                   int64_t num_heads, int64_t q_step, int64_t num_kv_heads, int64_t size,
+                   int64_t num_rotated, int64_t block_size, int64_t block_stride) {
   const Heads job = {qkv,     q_weight, k_weight,  table,        positions, slots,
-                     q_out,   k_cache,  v_cache,   stride,       num_heads, num_kv_heads,
-                     size,    num_rotated, block_size, block_stride, eps};
+                     q_out,   k_cache,  v_cache,   stride,       num_heads, q_step,
+                     num_kv_heads, size, num_rotated, block_size, block_stride, eps};
   const int64_t smallest = 1 + WORTHWHILE / (num_heads * size);
-  in_chunks(rope_tokens, &job, num_tokens, even_step(num_tokens, smallest));
+  in_chunks(rope_tokens, &job, num_tokens, smallest);
 }
 
 /* One token per entry, read from the rows: see kernels/gather. */
@@ -184,5 +186,5 @@ static void largest_of_rows(const void *job, int64_t first, int64_t last) {
 /* The lowest index of the largest value of each row. */
 void argmax(const float *x, int64_t stride, int64_t *out, int64_t num_rows, int64_t size) {
   const Largest job = {x, out, stride, size};
-  in_chunks(largest_of_rows, &job, num_rows, even_step(num_rows, 1 + WORTHWHILE / size));
+  in_chunks(largest_of_rows, &job, num_rows, 1 + WORTHWHILE / size);
 }

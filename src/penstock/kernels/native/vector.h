@@ -28,17 +28,21 @@ INLINE floats load(const float *at) { return *(const floats_at *)at; }
 INLINE void store(float *at, floats x) { *(floats_at *)at = x; }
 INLINE floats all(float x) { return x - (floats){}; }
 
+/* Every second lane, from the first or the second on: those of a, then those of b. */
+#if defined(__AVX512F__)
+#define EVERY_SECOND(a, b, n)                                                                      \
+  __builtin_shufflevector(a, b, n, n + 2, n + 4, n + 6, n + 8, n + 10, n + 12, n + 14, n + 16,     \
+                          n + 18, n + 20, n + 22, n + 24, n + 26, n + 28, n + 30)
+#elif defined(__AVX__)
+#define EVERY_SECOND(a, b, n) \
+  __builtin_shufflevector(a, b, n, n + 2, n + 4, n + 6, n + 8, n + 10, n + 12, n + 14)
+#else
+#define EVERY_SECOND(a, b, n) __builtin_shufflevector(a, b, n, n + 2, n + 4, n + 6)
+#endif
+
 /* Neighbours added: first those of a, then those of b. */
 INLINE floats add_pairs(floats a, floats b) {
-#if defined(__AVX512F__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX__)
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
-#endif
+  return EVERY_SECOND(a, b, 0) + EVERY_SECOND(a, b, 1);
 }
 
 /* Lane i is the sum of all lanes of x[i]; x is used up. */
@@ -53,16 +57,16 @@ INLINE float sum(floats x) {
   return x[0];
 }
 
-INLINE float max_lane(floats x) {
-  float lanes[LANES], most;
-  store(lanes, x);
-  most = lanes[0];
-  for (int i = 1; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
-  return most;
-}
-
 INLINE floats choose(ints mask, floats yes, floats no) {
   return (floats)((mask & (ints)yes) | (~mask & (ints)no));
+}
+
+INLINE float max_lane(floats x) {
+  UNROLL for (int width = LANES; width > 1; width /= 2) {
+    const floats even = EVERY_SECOND(x, x, 0), odd = EVERY_SECOND(x, x, 1);
+    x = choose(even > odd, even, odd);
+  }
+  return x[0];
 }
 
 /* e^x to about one unit in the last place: x = n ln 2 + r, |r| <= ln(2) / 2, e^r by its series.

@@ -66,13 +66,17 @@ def add_rms_norm_native(
     return out_TD, sum_TD
 
 
-@rms_norm.impl("torch", needs=cpu())
+@rms_norm.impl("torch", needs=cpu(), fits=lambda x_TD, weight_D, eps: x_TD.dtype is weight_D.dtype)
 def rms_norm_torch(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """One fused call; its place of rounding is torch's."""
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
 
-@add_rms_norm.impl("torch", needs=cpu())
+@add_rms_norm.impl(
+    "torch",
+    needs=cpu(),
+    fits=lambda x_TD, residual_TD, weight_D, eps: x_TD.dtype is weight_D.dtype,
+)
 def add_rms_norm_torch(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -161,12 +161,11 @@ def _solve_chunks(
     # Rows are multiplied as they are, which is exact; their lengths come in afterwards.
     decay *= k_scale[None, :]
     read = _dot(q, tl.trans(k), ON_GPU) * decay * (q_scale * scale)[:, None]
+    to = at[:, None] * L + col
+    tl.store(read_ptr + to, read, mask=in_chunk[:, None])  # before the inverse needs its registers
     a = _dot(k, tl.trans(k), ON_GPU) * decay * (k_scale * beta)[:, None]
     solve = _inverse(tl.where(row > col, a, 0.0), L)
-
-    to = at[:, None] * L + col
     tl.store(solve_ptr + to, solve * beta[None, :], mask=in_chunk[:, None])
-    tl.store(read_ptr + to, read, mask=in_chunk[:, None])
 
 
 @triton.jit(do_not_specialize=["first_entry"])

@@ -56,16 +56,21 @@ def rope_kv_write(
     slots_T: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    has_gates: bool = False,
 ) -> Tensor:
     """From a fused projection to queries ready for attention and a cache that knows the tokens.
 
     Of the N = H + 2 K heads the first H are the queries, the next K the keys, the last the values.
     With weights, query and key heads are normed first. Queries and keys are rotated; keys and
     values are written to the cache, divided by their scale if it holds 8-bit floats. Returns q_THD.
+
+    `has_gates`: there are N = 2 H + 2 K heads. A query is followed by a gate, which is not read.
     """
     num_kv_heads = k_cache_BKSD.shape[1]
-    num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
-    q_THD, k_TKD, v_TKD = qkv_TND.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    num_before = qkv_TND.shape[1] - 2 * num_kv_heads
+    q_THD, k_TKD, v_TKD = qkv_TND.split((num_before, num_kv_heads, num_kv_heads), dim=1)
+    if has_gates:
+        q_THD = q_THD[:, ::2]
     if q_weight_D is not None:
         q_THD = rms_norm.reference(q_THD, q_weight_D, eps)
     if k_weight_D is not None:
@@ -94,10 +99,12 @@ def rope_kv_write_native(
     slots_T: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    has_gates: bool = False,
 ) -> Tensor:
     num_tokens, num_all, size = qkv_TND.shape
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
-    num_heads = num_all - 2 * num_kv_heads
+    q_step = 2 if has_gates else 1
+    num_heads = (num_all - 2 * num_kv_heads) // q_step
     stride, stride_n, stride_d = qkv_TND.stride()
     assert (stride_n, stride_d) == (size, 1), qkv_TND.stride()
     assert k_cache_BKSD.stride() == v_cache_BKSD.stride() and k_cache_BKSD.stride(2) == size
@@ -107,8 +114,8 @@ def rope_kv_write_native(
         0 if q_weight_D is None else q_weight_D.data_ptr(),
         0 if k_weight_D is None else k_weight_D.data_ptr(),
         eps, cos_sin_PR.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr(), q_THD.data_ptr(),
-        k_cache_BKSD.data_ptr(), v_cache_BKSD.data_ptr(), num_tokens, num_heads, num_kv_heads,
-        size, cos_sin_PR.shape[1], block_size, k_cache_BKSD.stride(0),
+        k_cache_BKSD.data_ptr(), v_cache_BKSD.data_ptr(), num_tokens, num_heads, q_step,
+        num_kv_heads, size, cos_sin_PR.shape[1], block_size, k_cache_BKSD.stride(0),
     )  # fmt: skip
     return q_THD
 
@@ -132,10 +139,15 @@ def rope_kv_write_torch(
     slots_T: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    has_gates: bool = False,
 ) -> Tensor:
     """Queries and keys side by side; for a few tokens the number of calls is the cost."""
     num_tokens, _, size = qkv_TND.shape
     num_kv_heads = k_cache_BKSD.shape[1]
+    if has_gates:
+        qkv_TND = torch.cat(
+            (qkv_TND[:, : -2 * num_kv_heads : 2], qkv_TND[:, -2 * num_kv_heads :]), dim=1
+        )
     num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
     x_TND, v_TKD = qkv_TND.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_weight_D is not None and k_weight_D is not None:

@@ -46,8 +46,8 @@ def _rotated(
 def _rope_kv_write(
     qkv_ptr, q_weight_ptr, k_weight_ptr, eps, table_ptr, positions_ptr, slots_ptr,
     q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale, v_scale, stride_t, stride_b,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-    BLOCK_D: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    H: tl.constexpr, Q_STEP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    S: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (token, group of heads): the query's groups first, then the key's."""
@@ -62,15 +62,14 @@ def _rope_kv_write(
     if group < Q_GROUPS:
         heads = (group * HEADS + tl.arange(0, HEADS))[:, None]
         inside = (heads < H) & (cols < D)
-        q = _rotated(
-            x_ptr + heads * D, inside, q_weight_ptr, eps, table_ptr, position, cols, D, R, HAS_NORM
-        )
+        q_ptr = x_ptr + heads * (Q_STEP * D)
+        q = _rotated(q_ptr, inside, q_weight_ptr, eps, table_ptr, position, cols, D, R, HAS_NORM)
         to = (token * H + heads) * D + cols
         tl.store(q_out_ptr + to, q.to(q_out_ptr.dtype.element_ty), mask=inside)
     else:
         heads = ((group - Q_GROUPS) * HEADS + tl.arange(0, HEADS))[:, None]
         inside = (heads < K) & (cols < D)
-        k_ptr = x_ptr + (H + heads) * D
+        k_ptr = x_ptr + (H * Q_STEP + heads) * D
         k = _rotated(k_ptr, inside, k_weight_ptr, eps, table_ptr, position, cols, D, R, HAS_NORM)
         k = k.to(qkv_ptr.dtype.element_ty).to(tl.float32)
         v = tl.load(k_ptr + K * D + cols, mask=inside, other=0.0).to(tl.float32)
@@ -96,12 +95,14 @@ def rope_kv_write_triton(
     slots_T: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    has_gates: bool = False,
 ) -> Tensor:
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
     num_tokens, num_all, size = qkv_TND.shape
     assert qkv_TND.stride()[1:] == (size, 1), qkv_TND.stride()
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
-    num_heads = num_all - 2 * num_kv_heads
+    q_step = 2 if has_gates else 1
+    num_heads = (num_all - 2 * num_kv_heads) // q_step
     q_THD = torch.empty((num_tokens, num_heads, size), dtype=qkv_TND.dtype, device=qkv_TND.device)
     if num_tokens == 0:
         return q_THD
@@ -111,7 +112,7 @@ def rope_kv_write_triton(
         qkv_TND, q_weight_D, k_weight_D, eps, cos_sin_PR, positions_T, slots_T,
         q_THD, k_cache_BKSD, v_cache_BKSD, k_scale, v_scale,
         qkv_TND.stride(0), k_cache_BKSD.stride(0),
-        H=num_heads, K=num_kv_heads, D=size, R=cos_sin_PR.shape[1], S=block_size,
+        H=num_heads, Q_STEP=q_step, K=num_kv_heads, D=size, R=cos_sin_PR.shape[1], S=block_size,
         BLOCK_D=block_d, HEADS=_HEADS, HAS_NORM=q_weight_D is not None,
         num_warps=max(1, min(8, block_d * _HEADS // 256)), **launch_options(qkv_TND),
     )  # fmt: skip

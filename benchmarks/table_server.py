@@ -1,4 +1,4 @@
-"""The server's side of the dense benchmark: how soon it answers, and evenly arriving requests."""
+"""The server's side of the table: how soon it answers, and evenly arriving requests."""
 
 import argparse
 import concurrent.futures
@@ -43,28 +43,28 @@ def serving(row: Row, settings: dict[str, Any], home: Path) -> Iterator[tuple[st
         environment = {"PENSTOCK_HOME": str(home), "TRITON_CACHE_DIR": ""}
         started = time.perf_counter()
         with running(Server("penstock", command, "m", {}, environment), log) as process:
-            _ask_until_answered(url, process, log)
+            _ask_until_answered(url, row, process, log)
             yield url, time.perf_counter() - started
 
 
-def _ask_until_answered(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _ask_until_answered(url: str, row: Row, process: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.ConnectError):
-            complete(url, [[1, 2, 3]], 1)
+            complete(url, row, [[1, 2, 3]], 1)
             return
         time.sleep(0.02)
     raise SystemExit(f"the server does not start; its log:\n{log.read_text(errors='replace')}")
 
 
-def body(prompt: list[int] | list[list[int]], num_tokens: int) -> dict[str, Any]:
-    usual = {"model": "m", "temperature": 0, "ignore_eos": True}
+def body(row: Row, prompt: list[int] | list[list[int]], num_tokens: int) -> dict[str, Any]:
+    usual = {"model": "m", "temperature": row.temperature, "seed": 1, "ignore_eos": True}
     return usual | {"prompt": prompt, "max_tokens": num_tokens}
 
 
-def complete(url: str, asked: list[list[int]], num_tokens: int) -> int:
+def complete(url: str, row: Row, asked: list[list[int]], num_tokens: int) -> int:
     """All of them in one request that is not streamed; the tokens that came."""
-    reply = httpx.post(f"{url}/v1/completions", json=body(asked, num_tokens), timeout=500)
+    reply = httpx.post(f"{url}/v1/completions", json=body(row, asked, num_tokens), timeout=500)
     assert reply.status_code == 200, reply.text
     total: int = reply.json()["usage"]["completion_tokens"]
     assert total == len(asked) * num_tokens
@@ -74,7 +74,7 @@ def complete(url: str, asked: list[list[int]], num_tokens: int) -> int:
 def start(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """Cold: an empty cache folder. Warm: the same folder again."""
     longest = max(args.prompt + args.tokens, ROUND_IDS + max(ROUND_TOKENS))
-    settings = row.engine_settings(longest, max(args.concurrency))
+    settings = row.engine_settings(longest, max(args.concurrency or row.concurrency))
     goal = row.goal.get("start_s")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as home:
@@ -87,7 +87,7 @@ def start(row: Row, args: argparse.Namespace) -> dict[str, Any]:
                 print("  " + ", ".join(f"{p['phase']} {p['seconds']:.1f}" for p in phases))
                 results[f"{kind}_start_s"] = seconds
                 results[f"{kind}_phases"] = phases
-                if kind == "cold":
+                if kind == "cold" and args.seconds:
                     results |= _early_speed(url, row, args.seconds)
     return results
 
@@ -112,7 +112,7 @@ def _rounds_tok_s(url: str, row: Row, seconds: float) -> float:
     started = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(len(ROUND_TOKENS)) as pool:
         while (taken := time.perf_counter() - started) < seconds:
-            total += sum(pool.map(lambda one: complete(url, *one), asked))
+            total += sum(pool.map(lambda one: complete(url, row, *one), asked))
     return total / taken
 
 
@@ -124,12 +124,14 @@ def steady(row: Row, args: argparse.Namespace) -> dict[str, Any]:
 
     def requests(num: int, seed: int, usage: bool) -> list[bytes]:
         made = prompts(num, args.prompt, vocab, seed)
-        return [request_bytes("/v1/completions", body(one, args.tokens), usage) for one in made]
+        return [
+            request_bytes("/v1/completions", body(row, one, args.tokens), usage) for one in made
+        ]
 
     with tempfile.TemporaryDirectory() as home, serving(row, settings, Path(home)) as (url, _):
         port = httpx.URL(url).port
         assert port is not None
-        complete(url, prompts(8, args.prompt, vocab, 2), min(16, args.tokens))
+        complete(url, row, prompts(8, args.prompt, vocab, 2), min(16, args.tokens))
         seconds, outcomes = read_all(port, requests(count, 0, usage=True), args.tokens, NUM_READERS)
         problems = [one.problem for one in outcomes if one.problem is not None]
         assert not problems, problems[:3]

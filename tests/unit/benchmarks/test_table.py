@@ -1,4 +1,4 @@
-"""The dense benchmark's own parts: floors, table, what is read from a trace, the even load."""
+"""The table's own parts: floors, what is read from a trace, experts counted, the even load."""
 
 import json
 import socketserver
@@ -7,17 +7,23 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 from decode_profile import Span, decoding_engine, exclusive, lines_of, short, whole_steps
-from dense import compare, show
-from floors import Floors
-from shapes import ROWS, TABLE, model_folder
+from floors import floors_of
+from shapes import DENSE, MOE, ROWS, SHAPES, model_folder
 from sse_client import request_bytes
 from steady_load import load
+from table import compare, expected_s, parse, run_rows, show
+from touched import count_touched
 
 from penstock.config.schema import EngineConfig
+from penstock.kernels.attention.backend import get_backend
+from penstock.models.registry import build_model
+from penstock.models.spec import parse_model_spec
+from penstock.parallel.mesh import RankMesh
 
 # design figures: TPOT(1) in ms, then tok/s of 32 and of 256 requests at once
 KNOWN_FLOORS = {
@@ -25,29 +31,64 @@ KNOWN_FLOORS = {
     "8b-fp8": (1.82, 8930, 14600),
     "8b-fp8-kv8": (1.80, 11140, 21640),
     "70b-fp8-kv8": (15.7, 1530, 3190),
+    "30b-a3b": (1.38, 2450, 10670),
+    "oss-20b": (0.83, 9600, 34600),
+    "oss-120b": (1.12, 3160, 12260),
+}
+CONFIGS = Path(__file__).parents[4] / "shared" / "configs"
+REAL = {
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "qwen1.5-moe-a2.7b": "Qwen1.5-MoE-A2.7B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-next-80b": "Qwen3-Next-80B-A3B-Thinking",
+    "deepseek-r1": "DeepSeek-R1-0528",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "gpt-oss-120b": "gpt-oss-120b",
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.skipif(not CONFIGS.is_dir(), reason="real configs are not here")
+@pytest.mark.parametrize("shape", REAL)
+def test_a_shape_is_that_of_the_model(shape):
+    real = json.loads((CONFIGS / REAL[shape] / "config.json").read_text())
+    added = {"quantization_config"} if shape == "qwen3-next-80b" else {"torch_dtype"}
+    ours = {name: value for name, value in SHAPES[shape].items() if name in real}
+    assert ours == {name: real[name] for name in ours}
+    assert SHAPES[shape].keys() - real.keys() <= added
+
+
+@pytest.mark.parametrize("name", KNOWN_FLOORS)
 def test_floors_computed_from_the_shape_are_the_known_ones(name):
-    floors = Floors(ROWS[name]).figures([32, 256], 1024, 1024)
+    floors = floors_of(ROWS[name]).figures([32, 256], 1024, 1024)
     tpot, c32, c256 = KNOWN_FLOORS[name]
     known = {"tpot1_ms": tpot, "c32_tok_s": c32, "c256_tok_s": c256}
-    assert {key: floors[key] for key in known} == pytest.approx(known, rel=0.02)
+    assert {key: floors[key] for key in known} == pytest.approx(known, rel=0.025)
+
+
+@pytest.mark.parametrize("name", (*DENSE, *MOE))
+def test_the_weights_of_a_floor_are_those_that_the_engine_holds(name):
+    row = ROWS[name]
+    with model_folder(row) as folder:
+        spec = parse_model_spec(Path(folder))
+    nowhere = torch.device("meta")
+    model = build_model(spec, RankMesh.single(), torch.bfloat16, nowhere, get_backend("reference"))
+    held = sum(parameter.num_bytes for parameter in model.parameters())
+    embedding = 2 * row.config["vocab_size"] * row.config["hidden_size"]
+    assert held == pytest.approx(floors_of(row).weight_bytes + embedding, rel=0.003)
 
 
 def test_the_cache_of_the_large_model_does_not_hold_256_sequences():
     row = ROWS["70b-fp8-kv8"]
-    held = Floors(row).burst_tok_s(201, 1024, 1024)
+    held = floors_of(row).burst_tok_s(201, 1024, 1024)
     assert held == pytest.approx(3605, rel=0.02)
-    assert Floors(row).burst_tok_s(256, 1024, 1024) < 0.9 * held
+    assert floors_of(row).burst_tok_s(256, 1024, 1024) < 0.9 * held
 
 
 def test_each_row_asks_the_engine_for_its_number_formats():
-    bf16, fp8, fp8_cache, large = (ROWS[name].engine_settings(2048, 256) for name in TABLE)
-    assert "model_kwargs" not in bf16
-    assert fp8["model_kwargs"] == {"quantization_config": {"quant_algo": "FP8"}}
-    assert "dtype" not in fp8["kv_cache_config"]
+    bf16, fp8, fp8_cache, large = (ROWS[name].engine_settings(2048, 256) for name in DENSE)
+    assert "quantization_config" not in ROWS["8b-bf16"].config
+    assert ROWS["8b-fp8"].config["quantization_config"] == {"quant_algo": "FP8"}
+    assert "dtype" not in bf16["kv_cache_config"] and "dtype" not in fp8["kv_cache_config"]
     assert fp8_cache["kv_cache_config"]["dtype"] == "fp8"
     assert (large["max_batch_size"], large["max_num_tokens"]) == (1024, 2048)
     assert large["cuda_graph_config"] == {"max_batch_size": 1024, "enable_padding": True}
@@ -59,6 +100,53 @@ def test_the_engine_knows_the_settings_of_a_row(row):
     assert config.load_format == "dummy"
     assert config.kv_cache_config.dtype == ("fp8" if row.has_fp8_cache else "auto")
     assert config.kv_cache_config.free_gpu_memory_fraction == 0.9
+
+
+@pytest.mark.parametrize("name", ("30b-a3b", "oss-120b", "next-80b-fp8"))
+def test_of_the_experts_those_count_that_have_tokens(name):
+    row = ROWS[name]
+    evenly, few = floors_of(row), floors_of(row, {32: 20.0})
+    assert evenly.num_touched(1) == pytest.approx(row.config["num_experts_per_tok"])
+    assert few.num_touched(32) == 20.0 < evenly.num_touched(32)
+    assert few.decode_step_s(32, 1024) < evenly.decode_step_s(32, 1024)
+    assert few.decode_step_s(1, 1024) == evenly.decode_step_s(1, 1024)
+
+
+def test_a_window_bounds_what_is_read_and_a_state_does_not_grow():
+    windowed, full = floors_of(ROWS["oss-20b"]).layers[:2]
+    at = floors_of(ROWS["oss-20b"]).at
+    assert windowed.remembered_s(4, 8000, at) == windowed.remembered_s(4, 128, at)
+    assert full.remembered_s(4, 8000, at) == pytest.approx(80 * full.remembered_s(4, 100, at))
+    *states, attention = floors_of(ROWS["next-80b-fp8"]).layers[:4]
+    for state in states:
+        assert state.remembered_s(1, 8000, at) == state.remembered_s(1, 1, at)
+        assert 36 * state.state_bytes == pytest.approx(75.5e6, rel=0.01)
+    assert attention.cached_bytes == 2 * 2 * 256 * 2
+
+
+@pytest.mark.parametrize("name", ("tiny-moe", "tiny-oss", "tiny-next", "tiny-r1"))
+def test_experts_are_counted_where_they_run(name):
+    counted = count_touched(ROWS[name], [1, 3])
+    experts = floors_of(ROWS[name]).experts
+    assert counted[1] == experts.num_active
+    assert experts.num_active < counted[3] < experts.num_all
+    assert counted[3] == pytest.approx(experts.expected(3), rel=0.3)
+
+
+def test_rows_are_measured_told_and_saved(tmp_path, capsys):
+    words = ["--rows", "tiny-moe", "--prompt", "8", "--tokens", "4", "--concurrency", "2", "--json"]
+    args = parse([*words, str(tmp_path / "found.json")])
+    run_rows(args, lambda row, args, tell: tell("tpot1_ms", 2.0) or {"tpot1_ms": 2.0})
+    row = json.loads((tmp_path / "found.json").read_text())["rows"]["tiny-moe"]
+    assert row["touched_experts"]["1"] == 8
+    assert row["tpot1_ms"]["of_floor"] > 0
+    assert "tiny-moe tpot1_ms 2.00" in capsys.readouterr().out
+
+
+def test_the_rows_with_experts_take_seven_minutes_at_most():
+    args = parse(["--rows", "moe"])
+    assert args.rows == list(MOE)
+    assert sum(expected_s(ROWS[name], args) for name in args.rows) <= 7 * 60
 
 
 def test_ratios_above_one_are_in_our_favour(capsys):
@@ -80,7 +168,7 @@ def test_exclusive_time_is_what_a_kernel_adds():
 
 def test_a_product_is_known_by_its_place_in_the_step():
     row = ROWS["tiny"]
-    floors = Floors(row)
+    floors = floors_of(row)
     layer = ["_add_rms_norm", "_gemv", "_rope_kv_write", "_decode", "_reduce"]
     layer += ["void nvjet_tst_64x8<float>(int)", "_gemv", "_gemv"]
     step = ["_decode_inputs", *layer * 2, "_gemv", "_best_of_split"]
@@ -96,9 +184,23 @@ def test_a_product_is_known_by_its_place_in_the_step():
     assert lines["_reduce"].floor_us is None
 
 
+def test_kernels_of_experts_and_memories_have_the_floor_of_all_their_layers():
+    row = ROWS["next-80b-fp8"]
+    floors = floors_of(row, {4: 30.0})
+    kernels = ["_decode_inputs", "_step", "_gate_up_few", "_down_few", "_decode", "_grouped"]
+    spans = [Span(name, 10.0 * i, 10.0 * i + 8.0) for i, name in enumerate(kernels * 2)]
+    lines = {line.name: line for line in lines_of(spans, floors, batch=4, context=100)}
+    gate_up, down = (48 * 30 * n * 512 * 2048 * (8 + 1 / 512) / 8 / 4.52e6 for n in (2, 1))
+    assert lines["_gate_up_few"].floor_us == pytest.approx(gate_up)
+    assert lines["_down_few"].floor_us == pytest.approx(down)
+    assert lines["_grouped"].floor_us == pytest.approx(gate_up + down)
+    assert lines["_step"].floor_us == pytest.approx(36 * 2 * 4 * 32 * 128 * 128 * 4 / 4.28e6)
+    assert lines["_decode"].floor_us == pytest.approx(12 * 4 * 100 * 2 * 2 * 256 * 2 / 4.52e6)
+
+
 def test_other_numbers_of_products_are_not_guessed():
     spans = [Span(name, i, i + 1) for i, name in enumerate(["_decode_inputs", "_gemv"] * 2)]
-    lines = lines_of(spans, Floors(ROWS["tiny"]), batch=1, context=1)
+    lines = lines_of(spans, floors_of(ROWS["tiny"]), batch=1, context=1)
     assert {line.name for line in lines} == {"_decode_inputs", "_gemv"}
 
 

@@ -1,0 +1,169 @@
+/* Products with packed weights in whole numbers, for processors that multiply and add bytes.
+
+   The inputs of a group are x = unit * X: the unit is a power of two, X is whole and at most 2^22.
+   So X holds x to 2^-23 of the largest input of its group, which is what sums in fp32 keep of it.
+   X is three signed bytes, its limbs, and codes are bytes as well. One instruction multiplies 64
+   pairs of bytes; three of them do what takes four with floats. Sums of a group are exact, and the
+   result of a row does not depend on the rows beside it. */
+
+#ifndef PENSTOCK_PRODUCT_LIMBS_H
+#define PENSTOCK_PRODUCT_LIMBS_H
+
+#include <immintrin.h>
+#include <stdlib.h>
+
+#include "packed.h"
+#include "pool.h"
+
+enum {
+  LIMBS = 3,
+  MAX_GROUP = 32,
+  ROWS = 8,                  /* multiplied at once: their sums and the codes fill the registers */
+  CACHE_BYTES = 1 << 18,     /* of inputs that stay in the second-level cache beside the weights */
+  MIN_ROW_BLOCK = 64,        /* reading the weights again costs more than inputs farther away */
+  WORTHWHILE_SPLIT = 1 << 11 /* inputs that are worth handing to another thread, about 1 us */
+};
+
+/* Of one row and group. */
+typedef struct {
+  float unit, sum;              /* the sum of all x */
+  int32_t coarse_sum, fine_sum; /* of all X, which is 256 * coarse + fine */
+  int8_t limbs[LIMBS][MAX_GROUP];
+} Inputs;
+
+typedef struct {
+  Product product;
+  Form form;
+  Inputs *inputs; /* [num_rows / ROWS, num_groups, ROWS] */
+} Job;
+
+INLINE Inputs *inputs_of(const Job *job, int64_t row, int64_t group) {
+  return job->inputs + (row / ROWS * job->product.num_groups + group) * ROWS + row % ROWS;
+}
+
+INLINE float float_of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+INLINE void split(const float *x, Form form, Inputs *to) {
+  typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+  const floats to_whole = all(12582912.0f); /* 1.5 * 2^23: rounds to an integer */
+  floats most = {}, sums = {};
+  for (int k = 0; k < form.group; k += LANES) {
+    floats size = (floats)((ints)load(x + k) & 0x7fffffff);
+    most = choose(size > most, size, most), sums += load(x + k);
+  }
+  const float largest = _mm512_reduce_max_ps((__m512)most);
+  uint32_t exponent; /* largest < 2^(exponent - 126) */
+  memcpy(&exponent, &largest, 4);
+  exponent = exponent >> 23 > 22 ? exponent >> 23 : 22;
+  const float per_unit = float_of_bits((275 - exponent) << 23);
+  to->unit = float_of_bits((exponent - 21) << 23), to->sum = sum(sums);
+  ints coarse_sum = {}, fine_sum = {};
+  for (int k = 0; k < form.group; k += LANES) {
+    ints third = (ints)(load(x + k) * per_unit + to_whole) - (ints)to_whole;
+    ints second = (third + 128) >> 8, first = (second + 128) >> 8;
+    *(bytes *)(to->limbs[0] + k) = __builtin_convertvector(first, bytes);
+    *(bytes *)(to->limbs[1] + k) = __builtin_convertvector(second, bytes);
+    *(bytes *)(to->limbs[2] + k) = __builtin_convertvector(third, bytes);
+    coarse_sum += second, fine_sum += third - (second << 8);
+  }
+  if (form.bits == 8) {
+    to->coarse_sum = _mm512_reduce_add_epi32((__m512i)coarse_sum);
+    to->fine_sum = _mm512_reduce_add_epi32((__m512i)fine_sum);
+  }
+}
+
+static void split_rows(const void *of, int64_t first, int64_t last) {
+  const Job *job = of;
+  const Product *p = &job->product;
+  for (int64_t row = first; row < last; row++)
+    for (int64_t g = 0; g < p->num_groups; g++)
+      split(p->x + row * p->x_stride + g * job->form.group, job->form, inputs_of(job, row, g));
+}
+
+/* The codes of inputs k..k + 3, as unsigned bytes: 8-bit ones have 128 added. */
+INLINE __m512i load_bytes(const uint8_t *codes, int k, Form form) {
+  if (form.bits == 8) return (__m512i)(load_words(codes, k / 4, 0) ^ 0x80808080);
+  return (__m512i)(load_words(codes, k / 8, 0) >> first_bit(k, form) & 0x0f0f0f0f);
+}
+
+/* Rows row..row + rows - 1 of one tile. */
+INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, int rows) {
+  const Product *p = &job->product;
+  const Inputs *x = inputs_of(job, row, 0);
+  const uint8_t *at = p->weight + tile * p->num_groups * record_bytes(form);
+  floats total[ROWS] = {};
+  for (int64_t g = 0; g < p->num_groups; g++, x += ROWS, at += record_bytes(form)) {
+    const uint8_t *codes = at + 2 * TILE * form.meta_bytes;
+    ints coarse[ROWS], fine[ROWS];
+    UNROLL for (int limb = 0; limb < LIMBS; limb++) {
+      UNROLL for (int r = 0; r < rows; r++) {
+        if (limb == 1) coarse[r] = fine[r] << 8;
+        if (limb == 2) coarse[r] += fine[r];
+        fine[r] = (ints){};
+      }
+      UNROLL for (int k = 0; k < form.group; k += 4) {
+        const __m512i code = load_bytes(codes, k, form);
+        UNROLL for (int r = 0; r < rows; r++) {
+          int32_t four;
+          memcpy(&four, x[r].limbs[limb] + k, 4);
+          fine[r] = (ints)_mm512_dpbusd_epi32((__m512i)fine[r], code, _mm512_set1_epi32(four));
+        }
+      }
+    }
+    const floats scale = load_meta(at, 0, form);
+    const floats minimum = load_meta(at + TILE * form.meta_bytes, 0, form);
+    UNROLL for (int r = 0; r < rows; r++) {
+      floats whole; /* the sum of code * X, which fits in 32 bits if codes have 4 */
+      if (form.bits == 4) {
+        whole = __builtin_convertvector((coarse[r] << 8) + fine[r], floats);
+      } else {
+        coarse[r] -= 128 * x[r].coarse_sum, fine[r] -= 128 * x[r].fine_sum;
+        whole = __builtin_convertvector(coarse[r], floats) * 256.0f +
+                __builtin_convertvector(fine[r], floats);
+      }
+      total[r] += scale * (whole * x[r].unit) + minimum * x[r].sum;
+    }
+  }
+  for (int r = 0; r < rows; r++)
+    write_tile(p, (const float *)&total[r], row + r, tile * TILE, TILE, 1);
+}
+
+/* Some of the tiles, all rows. */
+INLINE void multiply(const void *of, int64_t first, int64_t last, Form form) {
+  const Job *job = of;
+  const int64_t num_rows = job->product.num_rows;
+  for (int64_t tile = first; tile < last; tile++) {
+    int64_t row = 0;
+    for (; row + 8 <= num_rows; row += 8) multiply_tile(job, tile, row, form, 8);
+    if (num_rows & 4) multiply_tile(job, tile, row, form, 4), row += 4;
+    if (num_rows & 2) multiply_tile(job, tile, row, form, 2), row += 2;
+    if (num_rows & 1) multiply_tile(job, tile, row, form, 1);
+  }
+}
+
+/* The whole product, by as many threads as are worthwhile. */
+static void share_out(const Product *product, Form form, Chunk multiply_tiles) {
+  const int64_t num_inputs = product->num_groups * form.group;
+  const int64_t row_bytes = product->num_groups * sizeof(Inputs);
+  int64_t block = CACHE_BYTES / row_bytes / ROWS * ROWS;
+  block = block > MIN_ROW_BLOCK ? block : MIN_ROW_BLOCK;
+  block = block < product->num_rows ? block : (product->num_rows + ROWS - 1) / ROWS * ROWS;
+  Job job = {*product, form, malloc(block * row_bytes)};
+  if (!job.inputs) abort();
+  for (int64_t row = 0; row < product->num_rows; row += block) {
+    Product *part = &job.product;
+    part->x = product->x + row * product->x_stride, part->y = product->y + row * product->y_stride;
+    part->num_rows = product->num_rows - row < block ? product->num_rows - row : block;
+    in_chunks(split_rows, &job, part->num_rows,
+              1 + WORTHWHILE_SPLIT / num_inputs);
+    in_chunks(multiply_tiles, &job, num_tiles(part),
+              worthwhile_tiles(num_inputs * part->num_rows));
+  }
+  free(job.inputs);
+}
+
+#endif

@@ -1,0 +1,133 @@
+"""All checks on this GPU in a few minutes; failures first, each with the end of what it said.
+
+    PYTHONPATH=src python tests/gpu/all.py [PART ...] [--logs FOLDER] [--list]
+
+Parts run side by side, those that measure alone and last. One that hangs or fails stops no other.
+What is timed rather than checked is left to kernel_times.py and benchmarks/table.py, whole servers
+to recipes_check.py and http_check.py.
+"""
+
+import argparse
+import concurrent.futures
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+NUM_SIDE_BY_SIDE = 4
+SHOWN_LINES = 25
+ELSEWHERE = (  # ops that have a part of their own, with larger cases
+    *("experts", "route", "mla_write", "mla_decode", "mla_attend"),
+    *("quantize_fp8", "rms_norm_fp8", "silu_mul_fp8", "fp8_linear"),
+    *("causal_conv", "delta_gates", "gated_delta", "rms_norm_gated", "sigmoid_mul"),
+)
+MAX_LOST = 0.03  # of a skill's score: a tie in bf16 may fall to the other side
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    command: tuple[str, ...]  # of python
+    timeout_s: float = 150.0
+    is_alone: bool = False  # it measures
+
+
+def script(file: str, *arguments: str) -> tuple[str, ...]:
+    return (str(HERE / file), *arguments)
+
+
+def parts() -> list[Part]:
+    found = [
+        Part("ops", script("ops_check.py", "--jobs", "8", "--skip", *ELSEWHERE), 200.0),
+        Part("experts", script("moe_check.py", "ops"), 200.0),
+        Part("fp8", script("fp8_check.py", "ops", "models")),
+        Part("latent attention", script("mla_check.py", "ops", "layer")),
+        Part("delta net", script("delta_check.py", "ops", "graph")),
+        Part("sampling", script("sampling_check.py", "checks")),
+        Part("engine parity", script("engine_check.py", "parity")),
+        Part("engine stress", script("engine_check.py", "stress")),
+        Part("two ranks", script("tp_check.py")),
+    ]
+    if importlib.util.find_spec("pytest") is not None:
+        found.append(Part("kernels", ("-m", "pytest", "-q", str(HERE / "test_kernels_gpu.py"))))
+    for folder in (ROOT / "src/penstock/hub/tiny", *sorted((ROOT / "tests/siblings").iterdir())):
+        found.append(skills(folder))
+    found.append(Part("engine trace", script("engine_check.py", "trace"), 90.0, is_alone=True))
+    return found
+
+
+def skills(folder: Path) -> Part:
+    """A small trained model does what it does on a CPU."""
+    scores = json.loads((folder / "scores.json").read_text()).values()
+    least = sum(scores) / len(scores) - MAX_LOST
+    # Several share the GPU, so none may take all memory that is left.
+    small = ("--set", "kv_cache_config.max_tokens=65536", "--set", "max_batch_size=256")
+    arguments = ("--task", "skills", "--min_score", f"{least:.3f}", *small)
+    return Part(f"skills of {folder.name}", ("-m", "penstock", "eval", str(folder), *arguments))
+
+
+def run(part: Part, logs: Path) -> tuple[Part, str, float]:
+    """(the part, what is wrong with it, seconds)."""
+    began = time.monotonic()
+    log = logs / f"{part.name.replace(' ', '_')}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, *part.command], stdout=out, stderr=out, start_new_session=True,
+            cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+    try:
+        code = process.wait(part.timeout_s)
+        wrong = f"code {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes it started
+        process.wait()
+        wrong = f"not done after {part.timeout_s:.0f} s"
+    seconds = time.monotonic() - began
+    print(f"  {part.name}: {wrong or 'ok'}, {seconds:.0f} s", flush=True)
+    return part, wrong, seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="PART", help="or the beginning of its name")
+    parser.add_argument("--logs", type=Path, help="keep what the parts say here")
+    parser.add_argument("--list", action="store_true", help="name the parts")
+    args = parser.parse_args()
+    chosen = [p for p in parts() if not args.names or p.name.startswith(tuple(args.names))]
+    if args.list:
+        print("\n".join(f"{part.name}: python {' '.join(part.command)}" for part in chosen))
+        return
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = args.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        side_by_side = [part for part in chosen if not part.is_alone]
+        with concurrent.futures.ThreadPoolExecutor(NUM_SIDE_BY_SIDE) as pool:
+            results = list(pool.map(lambda part: run(part, logs), side_by_side))
+        results += [run(part, logs) for part in chosen if part.is_alone]
+        failed = [(part, wrong) for part, wrong, _ in results if wrong]
+        for part, wrong in failed:
+            log = (logs / f"{part.name.replace(' ', '_')}.log").read_text(errors="replace")
+            lines = [line for line in log.splitlines() if line.startswith("FAIL")][:SHOWN_LINES]
+            lines = lines or log.splitlines()[-SHOWN_LINES:]
+            print(f"\nFAIL {part.name}: {wrong}")
+            print("\n".join(f"  | {line[:300]}" for line in lines))
+    print(
+        f"\n{len(chosen) - len(failed)} of {len(chosen)} parts ok, "
+        f"{time.monotonic() - began:.0f} s" + "".join(f"; FAIL {p.name}" for p, _ in failed)
+    )
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What runs on a GPU is checked as far as a machine without one can: its runner, its recipes."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
+
+import all as runner
+from recipes_check import EVALUATION, RECIPES, Recipe, wrong_memory
+from shapes import SHAPES
+
+from penstock.config.load import load_config
+
+SHARED = Path(__file__).parents[4] / "shared" / "recipes"
+FILES = {
+    "gpt-oss-120b": ("gpt-oss.md", 0),
+    "gpt-oss-20b": ("gpt-oss.md", 1),
+    "qwen3-next-80b": ("qwen3-next.md", 0),
+    "deepseek-r1": ("deepseek-r1.md", 1),
+}
+
+
+def test_every_part_has_its_script_and_a_name_of_its_own():
+    parts = runner.parts()
+    assert len({part.name for part in parts}) == len(parts)
+    scripts = [Path(part.command[0]) for part in parts if not part.command[0].startswith("-")]
+    assert scripts and all(script.is_file() for script in scripts)
+    assert [part.name for part in parts if part.is_alone] == ["engine trace"]
+
+
+def test_a_part_that_fails_or_hangs_is_named_and_ends(tmp_path, capsys):
+    child = "import time; time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{child}'])"
+    asked = {
+        "": runner.Part("good", ("-c", "print(1)")),
+        "code 3": runner.Part("bad", ("-c", "raise SystemExit(3)")),
+        "not done after 1 s": runner.Part("stuck", ("-c", parent), 1.0),
+    }
+    for wrong, part in asked.items():
+        assert runner.run(part, tmp_path)[1] == wrong
+    assert (tmp_path / "good.log").read_text() == "1\n"
+    assert "stuck: not done after 1 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", (*RECIPES, *EVALUATION))
+def test_flags_and_file_of_a_recipe_mean_something_here(name, tmp_path):
+    recipe = (RECIPES | EVALUATION)[name]
+    assert recipe.shape in SHAPES and recipe.tiny in SHAPES
+    path = tmp_path / "recipe.yml"
+    path.write_text(yaml.safe_dump(recipe.file))
+    config = load_config({"model": "m"}, str(path), [])
+    assert config.stream_interval == recipe.file.get("stream_interval", 1)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the recipes are not here")
+@pytest.mark.parametrize("name", FILES)
+def test_flags_and_file_are_those_of_the_recipe(name):
+    file, number = FILES[name]
+    text = (SHARED / file).read_text()
+    found = re.findall(r"cat << EOF > \$\{EXTRA_LLM_API_FILE\}\n(.*?)\nEOF", text, re.DOTALL)
+    assert RECIPES[name].file == yaml.safe_load(found[number])
+    [printed] = re.findall(r"(?m)^trtllm-serve \S+ \\\n((?:    --.*\n)+)", text)
+    flags = dict(re.findall(r"--(\w+)(?: ([\w.]+))?", printed))
+    ours = dict(re.findall(r"--(\w+)(?: ([\w.]+))?", " ".join(RECIPES[name].flags)))
+    replaced = {"host", "port", "extra_llm_api_options", "tp_size", "ep_size"}
+    assert {k: v for k, v in flags.items() if k not in replaced} == {
+        k: v for k, v in ours.items() if k not in replaced
+    }
+    assert ours["tp_size"] == ours["ep_size"] == "1"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the recipes are not here")
+def test_the_evaluation_rows_are_those_of_the_recipe():
+    text = (SHARED / "gpt-oss.md").read_text()
+    rows = re.findall(r"(?m)^\| *(low/medium|high) *\| *(DEP|TP)8.*\| *(\d+) *\| *(\d+) *\|$", text)
+    assert len(rows) == len(EVALUATION) == 4
+    for (effort, kind, batch, tokens), (name, recipe) in zip(rows, EVALUATION.items(), strict=True):
+        assert name == f"{kind.lower()}, {effort.replace('/', ' or ')}"
+        flags = dict(zip(recipe.flags, recipe.flags[1:], strict=False))
+        assert (flags["--max_batch_size"], flags["--max_num_tokens"]) == (batch, tokens)
+        assert recipe.file["enable_attention_dp"] is (kind == "DEP")
+
+
+def test_weights_that_were_unpacked_are_noticed():
+    recipe: Recipe = RECIPES["gpt-oss-120b"]
+    config = SHAPES[recipe.shape]
+    memory = {"weights_bytes": int(60.8 * 2**30), "kv_cache_bytes": 1}
+    assert wrong_memory(recipe, config, memory, is_tiny=False) == []
+    memory["weights_bytes"] *= 3
+    assert wrong_memory(recipe, config, memory, is_tiny=False) != []
