@@ -3,9 +3,9 @@
 # L layers, B blocks; what a block holds is said by the layer's `CacheSpec`
 
 import math
+import mmap
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +40,10 @@ class KVTensors:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since a masked key times NaN is NaN. CPU pages are taken when first used."""
+    """Zeros, since a masked key times NaN is NaN. CPU pages are taken when first used, and small
+    ones: a new block is a little of every layer, so of huge pages most would be cleared in vain."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
