@@ -174,7 +174,7 @@ def test_a_plain_script_needs_no_main_guard_and_no_shutdown(tmp_path):
 
 def test_a_terminal_shows_progress_unless_told_not_to(tmp_path):
     script = tmp_path / "script.py"
-    quiet = 'print("quiet from here", flush=True)\nllm.generate("Hi", use_tqdm=False)\n'
+    quiet = 'print("quiet from here", flush=True)\nllm.generate("Hi", params, use_tqdm=False)\n'
     script.write_text(SCRIPT + quiet)
     master, terminal = pty.openpty()
     with subprocess.Popen([sys.executable, script], stdout=terminal, stderr=terminal) as process:

@@ -43,9 +43,12 @@ def _is_close(want: Tensor, got: Tensor, case: OpCase, impl: Impl, dtype: torch.
             is_near = torch.isclose(got, want, atol=close.atol, rtol=close.rtol)
             return bool(is_near.float().mean() > 0.9)
     if case.quantizes_inside:
+        # A number between two of 8 bits goes to either of them when it was rounded to 16 bits
+        # before; in fp32 that is rare.
+        mean, most = (0.001, 0.05) if dtype == torch.float32 else (0.05, 0.6)
         errors, size = (got.float() - want.float()).abs(), want.float().abs().mean()
         rms = want.float().square().mean().sqrt()
-        return bool(errors.mean() < 0.03 * size) and bool(errors.max() < 0.6 * rms)
+        return bool(errors.mean() < mean * size) and bool(errors.max() < most * rms)
     # Scales are fp32, but found from numbers that were rounded to the dtype before.
     rtol = max(close.rtol, tolerance(dtype).rtol) if want.dtype == torch.float32 else close.rtol
     atol = max(close.atol, tolerance(dtype).atol) if case.rounds_inside else close.atol

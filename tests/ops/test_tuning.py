@@ -87,7 +87,7 @@ def test_ceilings_are_those_the_benchmark_counts_with():
 
     known = tuned.ceilings(H200)
     assert known["read_tbps"] * 1e12 == floors.H200.read_bytes_s
-    assert known["bf16_tflops"] * 1e12 == floors.H200.bf16_flops
+    assert known["bf16_tflops"] * 1e12 == floors.H200.flops["bf16"]
 
 
 def test_an_entry_is_found_by_shape_and_other_shapes_have_the_default(on_gpu):
@@ -166,6 +166,7 @@ def search_with(monkeypatch, op, time_of, num=3):
     subject = tuning.subjects(TINY, [op])[0]
     tried = tuning.candidates(subject)[:num]
     monkeypatch.setattr(tuning, "_L2_BYTES", 1)
+    monkeypatch.setattr(tuning, "_MAX_KV_LEN", 256)
     monkeypatch.setattr(tuning, "_DECODE_CASES", ((1, 64), (2, 96)))
     monkeypatch.setattr(tuning, "_PREFILL_CASES", ((1, 64),))
     monkeypatch.setattr(tuning, "graph_us", lambda launches: time_of(launches[0].args[0]))
