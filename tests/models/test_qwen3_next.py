@@ -67,7 +67,10 @@ def test_tensors_of_further_tokens_are_left_in_the_file(folder, tmp_path):
         tensors["mtp.norm.weight"] = torch.ones(64)
         tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.ones(256, 64)
 
-    load_model(with_tensors(folder, tmp_path / "mtp", add))
+    without = dict(load_model(folder).named_parameters())
+    loaded = dict(load_model(with_tensors(folder, tmp_path / "mtp", add)).named_parameters())
+    assert loaded.keys() == without.keys()
+    assert all(torch.equal(loaded[name], without[name]) for name in loaded)
 
 
 def test_missing_tensors_have_the_checkpoints_names(folder, tmp_path):

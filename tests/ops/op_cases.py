@@ -651,7 +651,7 @@ OP_CASES = [
         experts_case(num_tokens, num_slots, num_active, 256, 128, format=format, bias=bias)
         for format in EXPERT_FORMATS
         for num_tokens, num_slots, num_active, bias in (
-            (1, 5, 2, False),
+            (2, 5, 3, False),
             (5, 9, 2, True),
             (150, 3, 1, False),
         )
