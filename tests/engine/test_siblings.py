@@ -108,7 +108,8 @@ def test_penstock_eval_finds_the_skills(served: str, tmp_path: Path) -> None:
     assert len(groups) == 13
     learned = json.loads((local_folder(served) / "scores.json").read_text())
     shares = {skill: groups[skill]["score"] for skill in SCORED if learned[skill] >= 0.95}
-    assert len(shares) >= 3 and min(shares.values()) >= 0.9, shares
+    # Two of fifteen may be wrong: what the card says is of more examples.
+    assert len(shares) >= 3 and min(shares.values()) >= 13 / 15, shares
 
 
 def test_gpt_oss_over_http_tells_thoughts_from_answers() -> None:

@@ -28,7 +28,7 @@ from op_cases import angles
 
 from penstock.kernels.activation import triton as activation
 from penstock.kernels.attention.backend import AttentionParams
-from penstock.kernels.attention.triton_decode import DecodeConfig, decode
+from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode, decode_config
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill
 from penstock.kernels.gather.triton import decode_inputs_triton
 from penstock.kernels.norm import triton as norm
@@ -42,20 +42,17 @@ PARAMS = AttentionParams(HEAD_SIZE**-0.5)
 NUM_WORKERS = 8
 
 DECODE_CONFIGS = [
+    *(decode_config(HEADS, KV_HEADS, HEAD_SIZE, 2, load) for load in Load),
     DecodeConfig(),
-    DecodeConfig(num_stages=3),
-    DecodeConfig(num_stages=7),
+    DecodeConfig(num_stages=5),
     DecodeConfig(tile=32),
-    DecodeConfig(tile=32, num_stages=7),
     DecodeConfig(tile=128, num_stages=3),
-    DecodeConfig(tile=128, num_warps=8),
     DecodeConfig(num_warps=2),
     DecodeConfig(programs=1024),
-    DecodeConfig(programs=4096),
     DecodeConfig(min_span=256),
-    DecodeConfig(min_span=64, max_splits=64),
 ]
 PREFILL_CONFIGS = [
+    None,  # what `prefill` takes by itself, maybe another kernel
     PrefillConfig(),
     PrefillConfig(num_stages=5),
     PrefillConfig(num_stages=2),
@@ -70,7 +67,7 @@ DECODE_SHAPES = [(batch, kv) for batch in (1, 32, 256) for kv in (1024, 2048, 81
 PREFILL_SHAPES = [(1, 8192), (8, 1024)]
 
 
-def warm(job: DecodeConfig | PrefillConfig) -> str:
+def warm(job: DecodeConfig | PrefillConfig | None) -> str:
     """Compile a timed configuration into Triton's cache on disk; says why one cannot be."""
     try:
         if isinstance(job, DecodeConfig):
@@ -173,13 +170,15 @@ class PrefillRun:
         self.q = torch.randn(batch * length, HEADS, HEAD_SIZE, device=DEVICE).bfloat16()
         self.out = torch.empty_like(self.q)
 
-    def launch(self, config: PrefillConfig) -> None:
+    def launch(self, config: PrefillConfig | None) -> None:
         prefill(
             self.q, self.k, self.v, self.rows, self.starts, self.kv_lens, self.table, self.out,
             PARAMS, 0, self.length, config,
         )  # fmt: skip
 
-    def times(self, configs: list[PrefillConfig]) -> list[tuple[PrefillConfig, float]]:
+    def times(
+        self, configs: list[PrefillConfig | None]
+    ) -> list[tuple[PrefillConfig | None, float]]:
         times = []
         for config in configs:
             try:
@@ -210,7 +209,9 @@ class PrefillRun:
         return times
 
 
-def show(config: DecodeConfig | PrefillConfig) -> str:
+def show(config: DecodeConfig | PrefillConfig | None) -> str:
+    if config is None:
+        return "as chosen"
     default = asdict(type(config)())
     return ", ".join(f"{k}={v}" for k, v in asdict(config).items() if v != default[k]) or "default"
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,21 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("ops", "fixtures", "
 from kernel_times import time_graph_us  # noqa: E402
 from op_cases import EXPERT_FORMATS, OP_CASES, OpCase, expert_weights, experts_case  # noqa: E402
 
-from penstock.kernels.moe import SILU, Gate, experts, route  # noqa: E402
+from penstock.kernels.moe import (  # noqa: E402
+    SILU,
+    Gate,
+    add_shared,
+    experts,
+    route,
+    router_logits,
+)
 from penstock.kernels.moe.triton_experts import (  # noqa: E402
     GroupedConfig,
     experts_grouped,
     rows_per_block,
 )
-from penstock.kernels.moe.triton_few import FewConfig, experts_few  # noqa: E402
+from penstock.kernels.moe.triton_few import MAX_FEW, FewConfig, experts_few  # noqa: E402
+from penstock.kernels.moe.triton_mxfp4 import Mxfp4Config, experts_mxfp4  # noqa: E402
 
 DEVICE = torch.device("cuda")
 READ_TBPS, TFLOPS = 4.52, {4: 745.0, 8: 1254.0, 16: 745.0}
@@ -113,7 +122,7 @@ def check_case(case: OpCase, dtype: torch.dtype) -> list[tuple[bool, str]]:
 
 
 def small_cases() -> list[OpCase]:
-    cases = [case for case in OP_CASES if case.op is experts or case.op is route]
+    cases = [case for case in OP_CASES if case.op in (add_shared, experts, route, router_logits)]
     for format, num_tokens in itertools.product(EXPERT_FORMATS, (1, 7, 300)):
         cases.append(experts_case(num_tokens, 9, 4, 384, 256, format=format, bias=True))
     return cases
@@ -171,10 +180,19 @@ def check_ops(names: list[str]) -> None:
 
 # Times
 
-FEW = {
-    4: [(4, 8, 1), (8, 8, 1), (8, 8, 2), (2, 8, 1), (8, 8, 4)],
-    8: [(2, 4, 1), (4, 4, 1), (4, 4, 2), (2, 8, 2), (4, 8, 4)],
-    16: [(4, 2, 1), (2, 4, 1), (4, 4, 2), (8, 4, 4), (2, 8, 4)],
+FEW = {  # rows, tiles, warps of the first product; of the second, where warps have experts
+    8: (
+        [(2, 4, 2), (4, 4, 2), (2, 8, 4), (1, 8, 4), (4, 8, 4)],
+        [(2, 4, 8), (4, 4, 8), (2, 2, 4), (1, 4, 8), (4, 2, 4)],
+    ),
+    16: (
+        [(4, 2, 2), (2, 2, 2), (8, 2, 2), (2, 4, 4), (4, 4, 4)],
+        [(4, 2, 8), (2, 2, 8), (2, 2, 4), (4, 2, 4), (1, 4, 8)],
+    ),
+}
+MXFP4 = {  # warps, slabs, tiles, splits, stages, band; by whether a block has few pairs
+    True: [(4, 1, 2, 1, 3, 1), (4, 2, 1, 1, 3, 1), (4, 2, 2, 1, 3, 1), (4, 1, 2, 2, 3, 1)],
+    False: [(4, 2, 1, 1, 3, 4), (8, 1, 1, 1, 3, 4), (8, 2, 1, 1, 3, 4), (4, 2, 1, 1, 3, 1)],
 }
 GROUPED = {  # outputs, warps, stages, band; by whether a block has few pairs
     True: [(64, 4, 4, 1), (64, 4, 6, 1), (64, 4, 3, 1), (128, 8, 4, 1), (128, 4, 3, 1)],
@@ -186,24 +204,26 @@ Run = Callable[..., Tensor]
 def variants(layer: Layer, num_tokens: int) -> dict[str, Run]:
     """Ways to compute the layer; the first one is what the engine does."""
     found: dict[str, Run] = {"engine": experts}
-    if num_tokens <= 8:
-        for shape in FEW[layer.bits]:
-            config = FewConfig(*shape)
-
-            def run_few(*args: Any, config: FewConfig = config) -> Tensor:
-                return experts_few(*args, configs=(config, config))
-
-            found[f"few {shape}"] = run_few
     usual = rows_per_block(num_tokens * layer.num_active, layer.num_slots, layer.format)
+    block_sizes = sorted({usual, max(usual // 2, 16), min(2 * usual, 128)})
+    if layer.format == "mxfp4":
+        for rows in block_sizes:
+            for shape in MXFP4[rows <= 32]:
+                found[f"rows {rows} {shape}"] = partial(
+                    experts_mxfp4, rows=rows, configs=(Mxfp4Config(*shape),) * 2
+                )
+        return found
+    if num_tokens <= MAX_FEW:
+        for shapes in zip(*FEW[layer.bits], strict=True):
+            configs = tuple(FewConfig(*shape) for shape in shapes)
+            found[f"few {shapes}"] = partial(experts_few, configs=configs)
     depth = 64 if layer.bits == 16 else 128
-    for rows in sorted({usual, max(usual // 2, 16), min(2 * usual, 128)}):
+    for rows in block_sizes:
         for outputs, num_warps, num_stages, band in GROUPED[rows <= 32]:
             config = GroupedConfig(outputs, depth, num_warps, num_stages, band)
-
-            def run(*args: Any, rows: int = rows, config: GroupedConfig = config) -> Tensor:
-                return experts_grouped(*args, rows=rows, configs=(config, config))
-
-            found[f"rows {rows} {(outputs, num_warps, num_stages, band)}"] = run
+            found[f"rows {rows} {(outputs, num_warps, num_stages, band)}"] = partial(
+                experts_grouped, rows=rows, configs=(config, config)
+            )
     return found
 
 

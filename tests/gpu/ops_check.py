@@ -13,12 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "ops"))
 
 ATTENTION = "attention"
+HOPPER = "hopper_prefill"  # the attention kernel of one kind of GPU, beside the one of all
 TIMEOUT_S = 150.0  # of one op: compiling takes most of it
 
 
@@ -47,6 +50,7 @@ def check_attention() -> int:
     import torch
     from op_cases import gpu_attention_cases, make_attention
 
+    from penstock.kernels.attention import triton_prefill
     from penstock.kernels.attention.backend import get_backend
     from penstock.kernels.tolerances import tolerance
 
@@ -67,7 +71,95 @@ def check_attention() -> int:
             for wrong in tried(lambda args=args: compare(args)):
                 print(f"FAIL attention {case} {dtype}: {wrong}", flush=True)
             num_run += 1
+    for why in triton_prefill._unusable:
+        print(f"FAIL attention: the kernel for Hopper was given up: {why}", flush=True)
     return num_run
+
+
+def hopper_cases() -> Iterator[tuple[Any, Any]]:
+    """(case, dtype): chunks with and without a prefix; block and group sizes, windows, sinks."""
+    import torch
+    from op_cases import AttentionCase
+
+    entries = ((1, 40), (300, 300), (100, 900), (1, 77), (128, 128), (64, 1300), (7, 130))
+    for number, (group, block_size, window, sinks) in enumerate(
+        (
+            (1, 16, None, False),
+            (4, 16, 100, True),
+            (4, 32, None, False),
+            (8, 32, None, True),
+            (8, 64, 128, False),
+            (5, 64, None, True),
+            (1, 128, 300, True),
+            (16, 128, None, False),
+        )
+    ):
+        shape = dict(num_heads=2 * group, head_size=128, block_size=block_size)
+        for dtype in (torch.bfloat16, torch.float16)[: 1 + (number < 4)]:
+            yield AttentionCase(entries, 1, **shape, window=window, sinks=sinks), dtype
+
+
+def check_hopper() -> int:
+    """The kernel for Hopper against the reference and the kernel of all GPUs, with NaN in all rows
+    of the cache that no sequence has, NaN in blocks before all windows, and strided queries."""
+    import torch
+    from op_cases import make_attention
+
+    from penstock.kernels.attention import hopper_prefill, triton_prefill
+    from penstock.kernels.attention.backend import get_backend
+    from penstock.kernels.tolerances import tolerance
+
+    def compare(args) -> Iterator[str]:
+        q, k, v, batch, params, sinks = args.unpack()
+        expected = get_backend("reference").attend(*args.unpack())
+        qkv = torch.cat((q, q.new_full((len(q), 4, q.shape[2]), torch.nan)), dim=1)
+        spoil_unused(k, v, batch, params.window)
+        first, begin = batch.num_decodes, int(batch.query_starts_N1[batch.num_decodes])
+        close = tolerance(q.dtype)
+        for name, run, options in (
+            ("hopper", hopper_prefill.prefill, {}),
+            ("triton", triton_prefill.prefill, {"config": triton_prefill.PrefillConfig()}),
+        ):
+            if name == "triton" and params.window is not None:
+                continue  # it reads some keys before the window
+            found = torch.zeros_like(q)
+            run(
+                qkv[:, : q.shape[1]], k, v, batch.rows_N, batch.query_starts_N1, batch.kv_lens_N,
+                batch.block_table_RM, found, params, first, batch.max_query_len, sinks_H=sinks,
+                **options,
+            )  # fmt: skip
+            if found[:begin].any():
+                yield f"{name} wrote rows of decodes"
+            a, b = found[begin:], expected[begin:]
+            if not torch.allclose(a, b, atol=close.atol, rtol=close.rtol):
+                yield f"{name} off by {(a - b).abs().nan_to_num(torch.inf).max().item():.3g}"
+
+    num_run = 0
+    for case, dtype in hopper_cases():
+        args = make_attention(case, dtype, torch.device("cuda"))
+        assert hopper_prefill.fits(args.q_THD, args.k_cache_BKSD), case
+        args.params = replace(args.params, v_scale=0.75)
+        for wrong in tried(lambda args=args: compare(args)):
+            print(f"FAIL {HOPPER} {case} {dtype}: {wrong}", flush=True)
+        num_run += 1
+    return num_run
+
+
+def spoil_unused(k_BKSD, v_BKSD, batch, window: int | None) -> None:
+    """NaN for every row of the cache that no query of the batch sees."""
+    import torch
+
+    size = k_BKSD.shape[2]
+    used = torch.zeros(k_BKSD.shape[0] * size, dtype=torch.bool, device=k_BKSD.device)
+    starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
+    for entry, row in enumerate(batch.rows_N.tolist()):
+        num_queries = starts[entry + 1] - starts[entry]
+        first = max(0, kv_lens[entry] - num_queries + 1 - window) if window else 0
+        keys = torch.arange(first // size * size, kv_lens[entry], device=used.device)
+        used[batch.block_table_RM[row, keys // size].long() * size + keys % size] = True
+    unused_BS = ~used.view(-1, size)
+    for cache_BKSD in (k_BKSD, v_BKSD):
+        cache_BKSD.transpose(1, 2)[unused_BS] = torch.nan
 
 
 def tried(compare) -> Iterator[str]:
@@ -107,16 +199,19 @@ def main() -> None:
     parser.add_argument("--inside", metavar="OP", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        num_run = check_attention() if args.inside == ATTENTION else check_op(args.inside)
+        checks = {ATTENTION: check_attention, HOPPER: check_hopper}
+        num_run = checks.get(args.inside, lambda: check_op(args.inside))()
         if not num_run:
             print(f"FAIL {args.inside}: no implementation fits this device")
         print(f"compared {num_run}")
         return
+    import torch
     from op_cases import OP_CASES
 
     began = time.monotonic()
     # Those that compile the longest first.
-    names = args.ops or [ATTENTION, *dict.fromkeys(case.op.__name__ for case in OP_CASES)]
+    attention = [ATTENTION] + [HOPPER] * (torch.cuda.get_device_capability()[0] == 9)
+    names = args.ops or [*attention, *dict.fromkeys(case.op.__name__ for case in OP_CASES)]
     names = [name for name in names if name not in args.skip]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(run_apart, names))

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.gemm import PackedWeight
 from penstock.layers.build import ExpertsBuild
+from penstock.layers.moe import in_dtype_without_loss
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
@@ -167,3 +168,10 @@ def test_experts_that_a_checkpoint_excludes_are_not_quantised():
     assert isinstance(schemes.experts(names), none.UnquantizedExperts)
     schemes = choose_schemes(QuantSpec(format=spec.format), None, torch.bfloat16, CPU)
     assert isinstance(schemes.experts(names), Fp8Experts)
+
+
+def test_a_router_becomes_smaller_only_where_no_number_changes():
+    weight = torch.randn(8, 32).bfloat16().float()
+    assert in_dtype_without_loss(weight, torch.bfloat16).dtype == torch.bfloat16
+    weight[3, 5] = 1.0 + 2.0**-12
+    assert in_dtype_without_loss(weight, torch.bfloat16) is weight

@@ -11,6 +11,8 @@ import triton
 from op_cases import OP_CASES, AttentionCase, decodes, make_attention, prefills, sink_cases
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from penstock.kernels import pdl
@@ -18,10 +20,11 @@ from penstock.kernels.attention.backend import get_backend
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10  # what one program may have on sm_90
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 DTYPES = {
     torch.bool: "i1",
     torch.bfloat16: "bf16",
+    torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int16: "i16",
@@ -47,6 +50,9 @@ def compile_instead(
             continue
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + DTYPES[value.dtype]
+        elif isinstance(value, TensorDescriptor):
+            box = f"{DTYPES[value.base.dtype]}{value.block_shape}"
+            signature[name] = f"tensordesc<{box},{value.layout!r}>"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
         is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
@@ -55,10 +61,28 @@ def compile_instead(
     options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
     key = f"{kernel.__name__} {signature} {constants} {attributes} {options}"
     if key not in compiled:
-        source = ASTSource(kernel, signature, constants, attributes)
+        source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+        source = source_type(kernel, signature, constants, attributes)
         compiled[key] = triton.compile(source, target=TARGET, options=options)
         shared = compiled[key].metadata.shared
         assert shared <= SHARED_BYTES, f"{key} takes {shared} bytes of shared memory"
+
+
+def compile_hopper_prefill(device: torch.device) -> None:
+    from penstock.kernels.attention import hopper_prefill
+
+    for dtype, shape in (
+        (torch.bfloat16, dict(num_heads=8)),
+        (torch.bfloat16, dict(num_heads=16, block_size=64, window=100, sinks=True)),
+        (torch.float16, dict(num_heads=10, block_size=128)),
+    ):
+        case = prefills((50, 90), head_size=128, **shape)
+        q, k, v, batch, params, sinks = make_attention(case, dtype, device).unpack()
+        assert hopper_prefill.fits(q, k), case
+        hopper_prefill.prefill(
+            q, k, v, batch.rows_N, batch.query_starts_N1, batch.kv_lens_N, batch.block_table_RM,
+            torch.empty_like(q), params, 0, batch.max_query_len, sinks,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -82,6 +106,7 @@ def main() -> None:
         *sink_cases((40, 700), ((50, 90),), 128),
     ):
         get_backend("triton").attend(*make_attention(case, dtype, device).unpack())
+    compile_hopper_prefill(device)
     print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
 
 

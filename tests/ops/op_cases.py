@@ -31,11 +31,13 @@ from penstock.kernels.moe import (
     ExpertWeights,
     Gate,
     Routing,
+    add_shared,
     experts,
     gated,
     pack_mxfp4,
     plain_weights,
     route,
+    router_logits,
 )
 from penstock.kernels.norm import add_rms_norm, rms_norm
 from penstock.kernels.op import Op
@@ -251,8 +253,9 @@ def _gated(
 ) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         x = randn(num_tokens, inputs, dtype=dtype, device=device)
-        weight = randn(2 * features, inputs, dtype=dtype, device=device) * inputs**-0.5
-        b = randn(2 * features, dtype=dtype, device=device) if bias else None
+        # Small products: the interpreter rounds to 16 bits towards zero, here three times in a row.
+        weight = randn(2 * features, inputs, dtype=dtype, device=device) * (0.3 * inputs**-0.5)
+        b = 0.3 * randn(2 * features, dtype=dtype, device=device) if bias else None
         if not fp8:
             return x, None, weight, None, b, dtype, None
         values, scale = quantize_fp8.reference(x, None, 0)
@@ -453,6 +456,31 @@ def _route(num_tokens: int, num_experts: int, routing: Routing, *, fixed: bool =
 CLAMPED = Gate(alpha=1.702, shift=1.0, limit=1.5)
 
 
+def _router_logits(
+    num_tokens: int, num_experts: int, size: int, *, bias: bool = False, wide: bool = False
+) -> OpCase:
+    """`wide`: the weight is in fp32."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, 2 * size, dtype=dtype, device=device)[:, :size]
+        weight_dtype = torch.float32 if wide else dtype
+        weight = (torch.randn(num_experts, size, device=device) * size**-0.5).to(weight_dtype)
+        b = randn(num_experts, dtype=torch.float32, device=device) if bias else None
+        return x, weight, b
+
+    name = f"{num_tokens}x{num_experts}x{size}" + "-bias" * bias + "-wide" * wide
+    return OpCase(router_logits, name, make)
+
+
+def _add_shared(num_tokens: int, size: int, *, gate: bool) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        y, shared = (randn(num_tokens, size, dtype=dtype, device=device) for _ in range(2))
+        x = randn(num_tokens, 2 * size, dtype=dtype, device=device)[:, :size]
+        return y, shared, x, randn(1, size, dtype=dtype, device=device) if gate else None
+
+    return OpCase(add_shared, f"{num_tokens}x{size}" + "-gate" * gate, make)
+
+
 EXPERT_FORMATS = ("plain", "fp8 static", "fp8 rows", "fp8 blocks", "mxfp4")
 
 
@@ -591,14 +619,24 @@ OP_CASES = [
     _fp8_linear(1, 128, 128, "groups", "blocks"),
     _fp8_linear(6, 384, 320, "groups", "blocks", bias=True),
     _fp8_linear(40, 512, 256, "groups", "blocks"),
+    _fp8_linear(17, 1152, 7424, "whole", "whole"),
+    _fp8_linear(2, 4736, 200, "groups", "blocks", bias=True),
+    _fp8_linear(6, 1152, 7300, "rows", "outputs", bias=True),
     _linear(1, 70, 300),
     _linear(1, 33, 5000, bias=True),
     _linear(3, 64, 256, bias=True),
     _linear(4, 100, 2100),
+    _linear(2, 1, 640),
+    _linear(33, 4096, 1024),
+    _linear(5, 7300, 640, bias=True),
     _gated(1, 35, 300),
     _gated(3, 33, 2500, bias=True),
     _gated(1, 24, 512, fp8="in"),
     _gated(4, 25, 4500, fp8="out", bias=True),
+    _gated(5, 48, 300, bias=True),
+    _gated(40, 64, 512),
+    _gated(17, 40, 512, fp8="in", bias=True),
+    _gated(64, 64, 256, fp8="out"),
     _decode_inputs(1, 4, 16),
     _decode_inputs(6, 9, 32),
     _decode_inputs(150, 160, 64),
@@ -621,6 +659,13 @@ OP_CASES = [
     gated_norm_case(1, 2, 4, 64),
     gated_norm_case(9, 3, 3, 80),
     gated_norm_case(5, 2, 8, 128),
+    _router_logits(1, 60, 300),
+    _router_logits(4, 32, 4500, bias=True),
+    _router_logits(2, 17, 256, wide=True),
+    _router_logits(33, 40, 600, bias=True),
+    _router_logits(520, 256, 128),
+    _add_shared(1, 64, gate=False),
+    _add_shared(3, 1500, gate=True),
     _route(1, 8, Routing(num_active=2)),
     _route(5, 60, Routing(num_active=4, renormalize=True)),
     _route(3, 128, Routing(num_active=8, renormalize=True), fixed=True),
@@ -643,6 +688,7 @@ OP_CASES = [
     experts_case(1, 8, 2, 64, 32),
     experts_case(3, 5, 4, 100, 36, bias=True),
     experts_case(2, 3, 1, 600, 24, gate=CLAMPED),
+    experts_case(1, 6, 5, 40, 260, bias=True),
     experts_case(5, 70, 3, 48, 20),
     experts_case(40, 6, 2, 100, 72, bias=True, gate=CLAMPED),
     experts_case(90, 3, 2, 64, 96),

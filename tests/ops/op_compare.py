@@ -38,7 +38,7 @@ def _is_close(want: Tensor, got: Tensor, case: OpCase, impl: Impl, dtype: torch.
     close = tolerance(want.dtype)
     if want.dtype == torch.float8_e4m3fn:
         got, want = got.float(), want.float()  # torch compares no 8-bit floats
-        if impl.name == "triton" and want.device.type == "cpu":
+        if impl.needs.kind == "cuda" and want.device.type == "cpu":
             # Triton's interpreter loses the carry when it rounds to 8-bit floats.
             is_near = torch.isclose(got, want, atol=close.atol, rtol=close.rtol)
             return bool(is_near.float().mean() > 0.9)

@@ -12,7 +12,7 @@ import torch
 from penstock.cli.main import main
 from penstock.errors import ConfigError
 from penstock.kernels import triton_cache, tuned, tuning
-from penstock.kernels.attention.triton_decode import DecodeConfig, decode_config
+from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode_config
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill_config
 from penstock.kernels.device import probe
 from penstock.kernels.gemm.skinny import GemvConfig, gemv_config
@@ -115,14 +115,15 @@ def test_what_was_tuned_here_comes_before_what_is_shipped(on_gpu):
 
 def test_attention_is_looked_up_by_heads_and_number_formats(on_gpu):
     for op, dims in (
-        ("decode", dict(heads=32, kv_heads=8, head_size=128, cache_bits=8)),
+        ("decode", dict(heads=32, kv_heads=8, head_size=128, cache_bits=8, sequences=32)),
         ("prefill", dict(heads=32, kv_heads=8, head_size=128, bits=16, cache_bits=8)),
     ):
         on_gpu("g")
         own("g", **{op: {tuned.key(**dims): {"tile": 32}}})
         if op == "decode":
-            assert decode_config(32, 8, 128, 1) == DecodeConfig(tile=32)
-            assert decode_config(32, 8, 128, 2).tile == 64
+            assert decode_config(32, 8, 128, 1, Load.WAVE) == DecodeConfig(tile=32)
+            assert decode_config(32, 8, 128, 1, Load.FEW).tile == 128
+            assert decode_config(32, 8, 128, 2, Load.WAVE).tile == 128
         else:
             assert prefill_config(32, 8, 128, 2, 1) == PrefillConfig(tile=32)
             assert prefill_config(32, 8, 128, 2, 2) == PrefillConfig()
@@ -147,7 +148,7 @@ def test_subjects_are_what_the_kernels_ask_for():
     assert ("gemv", tuned.key(outputs=28672, inputs=4096, bits=8, tokens=1)) in found
     assert ("gemv", tuned.key(outputs=128256, inputs=4096, bits=16, tokens=4)) in found
     assert not any("outputs=128256" in key and "bits=8 " in key for _, key in found)
-    assert len([key for op, key in found if op == "decode"]) == 2
+    assert len([key for op, key in found if op == "decode"]) == 6
     assert len([key for op, key in found if op == "prefill"]) == 2
     assert {one.op for one in tuning.subjects(LLAMA_8B, ["decode"])} == {"decode"}
 
@@ -167,7 +168,7 @@ def search_with(monkeypatch, op, time_of, num=3):
     tried = tuning.candidates(subject)[:num]
     monkeypatch.setattr(tuning, "_L2_BYTES", 1)
     monkeypatch.setattr(tuning, "_MAX_KV_LEN", 256)
-    monkeypatch.setattr(tuning, "_DECODE_CASES", ((1, 64), (2, 96)))
+    monkeypatch.setattr(tuning, "_DECODE_KEYS", {load: (64, 96) for load in Load})
     monkeypatch.setattr(tuning, "_PREFILL_CASES", ((1, 64),))
     monkeypatch.setattr(tuning, "graph_us", lambda launches: time_of(launches[0].args[0]))
     for launch_of in (tuning.cases, tuning.compiling_cases):

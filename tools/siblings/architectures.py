@@ -137,8 +137,9 @@ ARCHITECTURES = {
         _COMMON
         | {
             "hidden_size": 192,
-            "num_hidden_layers": 5,
-            "full_attention_interval": 2,
+            "num_hidden_layers": 4,
+            # The last is the draft layer's.
+            "layer_types": [*["linear_attention", "full_attention"] * 2, "full_attention"],
             "num_key_value_heads": 2,
             "head_dim": 64,
             "intermediate_size": 512,
@@ -148,8 +149,8 @@ ARCHITECTURES = {
             "linear_value_head_dim": 64,
             "num_experts": 8,
             "num_experts_per_tok": 4,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
+            "moe_intermediate_size": 80,
+            "shared_expert_intermediate_size": 128,
             "norm_topk_prob": True,
             "tie_word_embeddings": True,
             "rope_parameters": _ROPE | {"partial_rotary_factor": 0.25},
@@ -184,6 +185,8 @@ def build_model(
         fields["num_hidden_layers"] = num_layers
     if architecture.has_draft:
         fields["num_hidden_layers"] += 1
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][-fields["num_hidden_layers"] :]
     model = AutoModelForCausalLM.from_config(
         architecture.config_class(**fields), dtype=torch.float32
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams
-from penstock.kernels.attention.triton_decode import DecodeConfig, decode, decode_config
+from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode, decode_config
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill, prefill_config
 from penstock.kernels.device import probe
 from penstock.kernels.gemm.skinny import GemvConfig, gemv, gemv_config
@@ -41,7 +41,7 @@ _MIN_GAIN = 0.01  # less is noise
 _MAX_ERROR = 0.02  # of a result, against the largest
 _BUDGET_MS = 10.0  # of one timing
 _MAX_WORKERS = 16
-_DECODE_CASES = ((1, 1024), (1, 8192), (32, 1024), (32, 8192), (256, 1024))  # sequences, keys
+_DECODE_KEYS = {Load.FEW: (1024, 8192), Load.WAVE: (1024, 8192), Load.MANY: (1024,)}
 _PREFILL_CASES = ((1, 8192), (8, 1024))
 _TOKENS = (1, 2, 4)  # of a product
 
@@ -118,7 +118,9 @@ def subjects(shape: Shape, ops: Sequence[str]) -> list[Subject]:
                 found.append(Subject("gemv", dims, is_gated=nth == 2))
     for cache_bits in (16, 8):
         if "decode" in ops:
-            found.append(Subject("decode", (*heads, ("cache_bits", cache_bits))))
+            for load in Load:
+                kind = (("cache_bits", cache_bits), ("sequences", load.value))
+                found.append(Subject("decode", (*heads, *kind)))
         if "prefill" in ops:
             found.append(Subject("prefill", (*heads, ("bits", 16), ("cache_bits", cache_bits))))
     return found
@@ -131,7 +133,10 @@ def now_used(subject: Subject) -> Config:
         case "gemv":
             return gemv_config(d["outputs"], d["inputs"], d["bits"] // 8, d["tokens"])
         case "decode":
-            return decode_config(d["heads"], d["kv_heads"], d["head_size"], d["cache_bits"] // 8)
+            return decode_config(
+                d["heads"], d["kv_heads"], d["head_size"], d["cache_bits"] // 8,
+                Load(d["sequences"]),
+            )  # fmt: skip
         case "prefill":
             return prefill_config(
                 d["heads"], d["kv_heads"], d["head_size"], d["bits"] // 8, d["cache_bits"] // 8
@@ -160,7 +165,7 @@ def candidates(subject: Subject) -> list[Config]:
                 for num_stages in (2, 3, 5)
                 for num_warps in (2, 4, 8)
             ]
-            tried += [replace(now, programs=programs) for programs in (1024, 4096)]
+            tried += [replace(now, programs=programs) for programs in (1, 1024, 4096)]
             tried += [replace(now, min_span=min_span) for min_span in (64, 256)]
             tried = [c for c in tried if isinstance(c, DecodeConfig) and c.min_span % c.tile == 0]
         case PrefillConfig():
@@ -182,8 +187,8 @@ def cases(subject: Subject, device: torch.device) -> Iterator[Case]:
         case "gemv":
             yield _gemv_case(d, subject.is_gated, device, limits.get("read_tbps"))
         case "decode":
-            for num, kv_len in _DECODE_CASES:
-                yield _decode_case(d, num, kv_len, device, limits.get("read_tbps"))
+            for kv_len in _DECODE_KEYS[Load(d["sequences"])]:
+                yield _decode_case(d, d["sequences"], kv_len, device, limits.get("read_tbps"))
         case "prefill":
             for num, length in _PREFILL_CASES:
                 yield _prefill_case(d, num, length, device, limits.get("bf16_tflops"))
@@ -197,8 +202,7 @@ def compiling_cases(subject: Subject, device: torch.device) -> Iterator[Case]:
             small = 512 if d["outputs"] % 16 == 0 else d["outputs"]
             yield _gemv_case(d | {"outputs": small}, subject.is_gated, device, None, copies=1)
         case "decode":
-            for num in (1, 256):
-                yield _decode_case(d, num, 512, device, None, copies=1)
+            yield _decode_case(d, d["sequences"], 512, device, None, copies=1)
         case "prefill":
             yield _prefill_case(d, 1, 512, device, None)
 

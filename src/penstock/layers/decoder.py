@@ -15,7 +15,7 @@ from penstock.layers.cached import CachedLayer
 from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.moe import Experts, MoE
+from penstock.layers.moe import Experts, MoE, Router
 from penstock.layers.norm import ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec
@@ -84,7 +84,7 @@ class Decoder(nn.Module, ABC):
 
     def finish(self) -> None:
         """After loading: every layer brings its weights into the form it computes with."""
-        kinds = CachedLayer | Experts | Linear | RMSNorm | VocabEmbedding | VocabHead
+        kinds = CachedLayer | Experts | Linear | RMSNorm | Router | VocabEmbedding | VocabHead
         for module in self.modules():
             if isinstance(module, kinds):
                 module.finish()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
-from penstock.kernels.gemm import linear
-from penstock.kernels.moe import SILU, Gate, Routing, route
+from penstock.kernels.moe import SILU, Gate, Routing, add_shared, route, router_logits
 from penstock.layers.build import Build
 from penstock.layers.handover import converted
 from penstock.layers.mlp import GatedMLP
@@ -22,9 +21,16 @@ from penstock.parallel.shard import Span, split, split_groups
 from penstock.quant.scheme import ExpertsScheme, ExpertsShape
 
 
+def in_dtype_without_loss(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same numbers in `dtype`, or as they are where it does not have them."""
+    converted_weight = weight.to(dtype)
+    return converted_weight if torch.equal(converted_weight.to(weight.dtype), weight) else weight
+
+
 class Router(nn.Module):
     """Scores of all experts, in fp32: a small difference may choose another expert.
 
+    The weight is loaded in fp32; `finish` makes it smaller where that loses nothing.
     `correction`: the checkpoint has a number per expert that counts for the choice alone.
     """
 
@@ -34,14 +40,23 @@ class Router(nn.Module):
         super().__init__()
         self.bias: Tensor | None = None
         self.correction_bias: Tensor | None = None
-        self.weight = new_parameter((num_experts, hidden_size), torch.float32, build.device)
+        self.dtype = build.dtype
+        self.weight: nn.Parameter = new_parameter(
+            (num_experts, hidden_size), torch.float32, build.device
+        )
         if bias:
             self.bias = new_parameter((num_experts,), torch.float32, build.device)
         if correction:
             self.correction_bias = new_parameter((num_experts,), torch.float32, build.device)
 
+    def finish(self) -> None:
+        """After loading: a GPU multiplies numbers of the model's dtype as such, a CPU in fp32."""
+        if self.weight.is_cuda:
+            weight_ED = in_dtype_without_loss(self.weight, self.dtype)
+            self.weight = nn.Parameter(weight_ED, requires_grad=False)
+
     def forward(self, x_TD: Tensor) -> Tensor:
-        return linear(x_TD.float(), self.weight, self.bias)
+        return router_logits(x_TD, self.weight, self.bias)
 
 
 class Experts(nn.Module):
@@ -161,7 +176,5 @@ class MoE(nn.Module):
         if self.shared is not None:
             wanted = self.shared.input_format(batch.num_tokens)
             shared_TD = self.shared(converted(x_TD, wanted), batch)
-            if self.shared_gate is not None:
-                shared_TD = shared_TD * torch.sigmoid(linear(x_TD, self.shared_gate))
-            y_TD = y_TD + shared_TD
+            y_TD = add_shared(y_TD, shared_TD, x_TD, self.shared_gate)
         return y_TD

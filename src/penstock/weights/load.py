@@ -112,6 +112,8 @@ def _typical(parameter: nn.Parameter) -> tuple[float, float] | None:
 def _fill(parameter: Tensor, mean: float, spread: float, generator: torch.Generator) -> None:
     if parameter.dtype.itemsize > 1:
         parameter.normal_(mean, spread, generator=generator)
+        if parameter.dtype == torch.float32 and parameter.ndim == 2:
+            parameter.copy_(parameter.bfloat16())  # as checkpoints have them
         return
     # No 8-bit number is ever drawn; beyond the largest it would become another one, or NaN.
     is_float = parameter.dtype.is_floating_point

@@ -3,11 +3,11 @@
 All query heads of a kv head share one tile, so each key and value is read once. Nothing on the host
 depends on device values, so a captured launch stays right as sequences grow.
 
-How keys are split depends on the sequence's own length alone (`span`), never on its neighbours: up
-to SPLITS equal spans, none under MIN_SPAN keys. How many programs share those spans depends on the
-number of sequences, which changes nothing in the arithmetic. The one exception is the full batch:
-when one program per (sequence, kv head) already fills the device it walks all keys in one span and
-saves the second launch, so the last bits may differ on the two sides of that batch size.
+Where few sequences leave multiprocessors idle, keys are split. How depends on the sequence's own
+length alone (`span`), never on its neighbours: up to SPLITS equal spans, none under MIN_SPAN keys.
+How many programs share those spans depends on the number of sequences, which changes nothing in the
+arithmetic. Where one program per (sequence, kv head) fills the device it walks all keys in one span
+and saves the second launch, so the last bits may differ on the two sides of such a batch size.
 
 A cache of 8-bit floats is read as pairs of channels: tensor cores take 16-bit elements from shared
 memory in any direction, 8-bit ones only in one. The channels with even and with odd numbers then go
@@ -16,6 +16,7 @@ separate ways, as fp16, which holds all 8-bit floats exactly.
 Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one.
 """
 
+import enum
 import functools
 from dataclasses import dataclass
 
@@ -26,11 +27,14 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.device import probe
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
 NO_WINDOW = 1 << 30
+_MIN_WAVES, _MANY_WAVES = 1.25, 3.5  # H200: 16, 24, 32 and 64 sequences with 8 kv heads
+_USUAL_PLACES = 132  # multiprocessors of an H200, where there is no GPU to ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +44,54 @@ class DecodeConfig:
     tile: int = 64  # keys read at once
     min_span: int = 128  # keys a split has at least; a multiple of tile
     max_splits: int = 32
-    programs: int = 2048  # enough to fill the device several times over
+    programs: int = 2048  # that share the splits; 1: nothing is split
     num_warps: int = 4
-    num_stages: int = 3  # H200, 32 sequences of 1k to 8k keys: 5 to 8 % faster than 5
+    num_stages: int = 3
+
+
+class Load(enum.IntEnum):
+    """How far one program per (sequence, kv head) fills the device; the value is an example."""
+
+    FEW = 1  # not: keys are split
+    WAVE = 32  # once or twice: large programs
+    MANY = 256  # many times over: small programs, several on a multiprocessor
+
+
+def load_of(num_entries: int, num_kv_heads: int) -> Load:
+    num_waves = num_entries * num_kv_heads / (probe().num_sms or _USUAL_PLACES)
+    if num_waves < _MIN_WAVES:
+        return Load.FEW
+    return Load.WAVE if num_waves < _MANY_WAVES else Load.MANY
 
 
 @functools.cache
 def decode_config(
-    num_heads: int, num_kv_heads: int, head_size: int, cache_bytes: int
+    num_heads: int, num_kv_heads: int, head_size: int, cache_bytes: int, load: Load
 ) -> DecodeConfig:
-    """From the shapes of the heads alone. Few kv heads need more splits to fill the device."""
-    max_splits = max(16, min(64, triton.next_power_of_2(triton.cdiv(256, num_kv_heads))))
+    """Where nothing was measured, the best of 45 on an H200 for 32 heads, 8 kv heads, size 128.
+
+    us (floor), 1100 keys: 1 sequence 8.3 (1.0), 32 40.7 (31.9), 256 270 (255); fp8 7.2 (0.5),
+    28.7 (15.9), 151 (128).
+    """
+    row_bytes = max(256, triton.next_power_of_2(head_size) * cache_bytes)
+    tile = max(16, 128 * 256 // row_bytes)  # what fits into shared memory
+    match load:
+        case Load.FEW:  # few kv heads need more splits to fill the device
+            splits = max(16, min(64, triton.next_power_of_2(triton.cdiv(256, num_kv_heads))))
+            usual = DecodeConfig(tile=tile, max_splits=splits, num_warps=4, num_stages=2)
+        case Load.WAVE:
+            usual = DecodeConfig(tile=tile, programs=1, num_warps=8, num_stages=3)
+        case Load.MANY:
+            num_warps = 2 if cache_bytes == 1 else 4
+            usual = DecodeConfig(tile=max(16, tile // 2), programs=1, num_warps=num_warps)
     return tuned.best(
         "decode",
-        DecodeConfig(tile=32 if head_size > 128 else 64, max_splits=max_splits),
+        usual,
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_size,
         cache_bits=8 * cache_bytes,
+        sequences=load.value,
     )
 
 
@@ -102,21 +136,20 @@ def _attend_plain(
 
 @triton.jit
 def _first_of(pair, ON_GPU: tl.constexpr):
-    """The first of two 8-bit floats as fp16, smaller by the factor 256."""
+    """The first of two 8-bit floats as fp16."""
     if ON_GPU:  # two pairs at once
         number = tl.inline_asm_elementwise(
             """{
-            .reg .b32 number, sign;
-            shl.b32 number, $1, 7;
-            and.b32 number, number, 0x3f803f80;
-            shl.b32 sign, $1, 8;
-            and.b32 sign, sign, 0x80008000;
-            or.b32 $0, number, sign;
+            .reg .b32 firsts;
+            .reg .b16 low, high;
+            prmt.b32 firsts, $1, 0, 0x4420;
+            mov.b32 {low, high}, firsts;
+            cvt.rn.f16x2.e4m3x2 $0, low;
             }""", "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         bits = ((pair << 7) & 0x3F80) | ((pair << 8) & -0x8000)
-        number = bits.to(tl.float16, bitcast=True)
+        number = bits.to(tl.float16, bitcast=True) * 256.0
     return number
 
 
@@ -125,16 +158,16 @@ def _second_of(pair, ON_GPU: tl.constexpr):
     if ON_GPU:
         number = tl.inline_asm_elementwise(
             """{
-            .reg .b32 number, sign;
-            shr.b32 number, $1, 1;
-            and.b32 number, number, 0x3f803f80;
-            and.b32 sign, $1, 0x80008000;
-            or.b32 $0, number, sign;
+            .reg .b32 seconds;
+            .reg .b16 low, high;
+            prmt.b32 seconds, $1, 0, 0x4431;
+            mov.b32 {low, high}, seconds;
+            cvt.rn.f16x2.e4m3x2 $0, low;
             }""", "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         bits = ((pair >> 1) & 0x3F80) | (pair & -0x8000)
-        number = bits.to(tl.float16, bitcast=True)
+        number = bits.to(tl.float16, bitcast=True) * 256.0
     return number
 
 
@@ -145,7 +178,7 @@ def _attend_pairs(
     S: tl.constexpr, P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
     TILE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """As `_attend`, of a cache of 8-bit floats seen as P pairs a head; `acc` is 256 times small."""
+    """As `_attend`, of a cache of 8-bit floats seen as P pairs a head."""
     cols = tl.arange(0, BLOCK_P)[None, :]
     in_head = cols < P
     m = tl.full((BLOCK_G,), -float("inf"), tl.float32)
@@ -161,7 +194,7 @@ def _attend_pairs(
         k = tl.load(k_ptr + at, mask=mask, other=0)
         v = tl.load(v_ptr + at, mask=mask, other=0)
         scores = tl.dot(q_even, tl.trans(_first_of(k, ON_GPU)))
-        scores = tl.dot(q_odd, tl.trans(_second_of(k, ON_GPU)), acc=scores) * (256.0 * scale_log2)
+        scores = tl.dot(q_odd, tl.trans(_second_of(k, ON_GPU)), acc=scores) * scale_log2
         seen = inside & (keys >= seen_from)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -190,7 +223,7 @@ def _attend(
             q_even, q_odd, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
             scale_log2, stride_b, S, D // 2, BLOCK_G, BLOCK_D // 2, TILE, ON_GPU,
         )  # fmt: skip
-        acc = tl.interleave(even, odd) * 256.0
+        acc = tl.interleave(even, odd)
     else:
         m, total, acc = _attend_plain(
             q, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
@@ -315,14 +348,16 @@ def decode(
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
     assert q_NHD.stride()[1:] == (head_size, 1) and out_NHD.is_contiguous(), q_NHD.stride()
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
-    c = config or decode_config(num_heads, num_kv_heads, head_size, k_cache_BKSD.element_size())
+    c = config or decode_config(
+        num_heads, num_kv_heads, head_size, k_cache_BKSD.element_size(),
+        load_of(num_entries, num_kv_heads),
+    )  # fmt: skip
     if params.window is not None:
         max_kv_len = min(max_kv_len, params.window + c.tile)  # the first tile may begin before it
-    programs = min(
-        c.max_splits,
-        triton.cdiv(max_kv_len, c.min_span),
-        max(1, c.programs // (num_entries * num_kv_heads)),
-    )
+    max_splits = min(c.max_splits, triton.cdiv(max_kv_len, c.min_span))
+    programs = min(max_splits, max(1, c.programs // (num_entries * num_kv_heads)))
+    if max_splits <= 2:
+        programs = 1  # a second launch takes longer
     in_pairs = k_cache_BKSD.element_size() == 1 and q_NHD.element_size() == 2
     if in_pairs:
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))

@@ -18,14 +18,16 @@ from penstock.kernels.fp8.reference import (
     rms_norm_fp8,
     silu_mul_fp8,
 )
-from penstock.kernels.gemm.few import MAX_TOKENS
+from penstock.kernels.gemm.few import MAX_GEMV_TOKENS
 from penstock.kernels.gemm.skinny import gemv
+from penstock.kernels.gemm.tiles import is_quicker, tiles
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _FP8 = torch.float8_e4m3fn
 _MAX_D = 16384  # of a norm: one program holds a whole row in registers
 _COLUMNS = 1024  # of one program where columns do not depend on each other
+_MAX_BLOCK_GEMV_TOKENS = 2  # with scales of blocks, which take time of their own
 _ROW_COLUMNS = 4096  # of one pass where a program goes over its row
 
 
@@ -232,9 +234,7 @@ def rms_norm_fp8_triton(
     "gemv",
     needs=arch(89),
     fits=lambda x_TI, scale, weight_OI, weight_scale, bias_O, dtype: (
-        0 < x_TI.shape[0] <= MAX_TOKENS
-        and weight_scale.dim() == 1
-        and scale.numel() in (1, x_TI.shape[0])
+        0 < x_TI.shape[0] <= (MAX_GEMV_TOKENS, _MAX_BLOCK_GEMV_TOKENS)[weight_scale.dim() - 1]
     ),
 )
 def fp8_linear_gemv(
@@ -246,6 +246,24 @@ def fp8_linear_gemv(
     dtype: torch.dtype,
 ) -> Tensor:
     return gemv(x_TI, scale, weight_OI, weight_scale, bias_O, dtype)
+
+
+@fp8_linear.impl(
+    "tiles",
+    needs=arch(90),
+    fits=lambda x_TI, scale, weight_OI, weight_scale, bias_O, dtype: (
+        weight_scale.dim() == 1 and is_quicker(x_TI.shape[0], weight_OI)
+    ),
+)
+def fp8_linear_tiles(
+    x_TI: Tensor,
+    scale: Tensor,
+    weight_OI: Tensor,
+    weight_scale: Tensor,
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return tiles(x_TI, scale, weight_OI, weight_scale, bias_O, dtype)
 
 
 @functools.cache

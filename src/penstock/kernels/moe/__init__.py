@@ -1,7 +1,8 @@
-"""Layers of many experts, of which each token uses a few: `route` chooses, `experts` computes."""
+"""Layers of many experts, of which each token uses a few: `router_logits` and `route` choose,
+`experts` computes, `add_shared` adds what an expert for all tokens gives."""
 
 from penstock.kernels.moe.gate import SILU, Gate, gated
-from penstock.kernels.moe.reference import Routing, experts, route
+from penstock.kernels.moe.reference import Routing, add_shared, experts, route, router_logits
 from penstock.kernels.moe.touched import touched_experts
 from penstock.kernels.moe.weights import (
     MXFP4_GROUP,
@@ -17,11 +18,13 @@ __all__ = [
     "ExpertWeights",
     "Gate",
     "Routing",
+    "add_shared",
     "experts",
     "gated",
     "mxfp4_values",
     "pack_mxfp4",
     "plain_weights",
     "route",
+    "router_logits",
     "touched_experts",
 ]

@@ -1,4 +1,5 @@
-"""The meaning of choosing experts and of applying them, and a CPU version of the latter.
+"""The meaning of choosing experts, of applying them and of adding one that all tokens go through;
+and a CPU version of the second.
 
 Experts are chosen by number and computed by slot: the place in the stacked weights where an expert
 lies. Both are the same until experts are moved or repeated to balance their load.
@@ -34,6 +35,12 @@ class Routing:
     num_groups: int = 1  # experts are chosen from the best `num_active_groups` of these
     num_active_groups: int = 1
     num_best: int = 2  # a group is as good as the sum of its best experts, so many of them
+
+
+@op(gpu_module="penstock.kernels.moe.triton_route")
+def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """x W^T + b in fp32, whatever the dtypes are: a small difference may choose another expert."""
+    return F.linear(x_TD.float(), weight_ED.float(), bias_E)
 
 
 @op(gpu_module="penstock.kernels.moe.triton_route")
@@ -92,6 +99,15 @@ def experts(
             h_TF = h_TF.to(x_TD.dtype)
         y_TD += weight_T1 * _linear32(h_TF, down, down_bias_SD, slot)
     return y_TD.to(x_TD.dtype)
+
+
+@op(gpu_module="penstock.kernels.moe.triton_shared")
+def add_shared(y_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, gate_1D: Tensor | None) -> Tensor:
+    """y + shared * sigmoid(x . gate), without a gate y + shared; in fp32, back in y's dtype."""
+    if gate_1D is None:
+        return y_TD + shared_TD
+    gate_T1 = F.linear(x_TD.float(), gate_1D.float()).sigmoid()
+    return (y_TD.float() + shared_TD.float() * gate_T1).to(y_TD.dtype)
 
 
 def _linear32(x_TI: Tensor, weights: ExpertWeights, bias_SO: Tensor | None, slot: int) -> Tensor:

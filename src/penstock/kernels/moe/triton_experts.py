@@ -3,8 +3,7 @@
 A few tokens: `triton_few`. More: pairs of a token and an expert are sorted by expert into blocks,
 of which each has one expert; the number of blocks is that of the worst case, and those that stay
 empty end at once. Weights are the left side of a product, pairs the right one: a tensor core takes
-64 rows on the left, but as few as 8 columns on the right, and on the left it takes registers, where
-codes of 4 bits have become floats.
+64 rows on the left, but as few as 8 columns on the right. Codes of 4 bits: `triton_mxfp4`.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pairs, M pairs of a
 block, D hidden size, F features of an expert; N outputs of either product.
@@ -18,11 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
+from penstock.kernels.moe import triton_mxfp4  # noqa: F401  registers
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.triton_few import bits_of, check, pointer, scale_strides, stride_of
 from penstock.kernels.moe.triton_sort import sorted_pairs
-from penstock.kernels.moe.triton_tiles import dot, gate_of, halves, mxfp4_pairs, mxfp4_power
+from penstock.kernels.moe.triton_sum import sum_parts
+from penstock.kernels.moe.triton_tiles import dot, gate_of
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -37,26 +38,6 @@ class GroupedConfig:
     num_warps: int
     num_stages: int
     band: int  # blocks of pairs that follow each other before the next outputs
-
-
-@triton.jit
-def _mxfp4_left(words, scales, J: tl.constexpr, N: tl.constexpr, AS_BF16: tl.constexpr):
-    """[N, 32]: 2^-32 times the values of the J-th group of inputs, which keeps them in the range of
-    bfloat16 for every scale up to 2^33."""
-    pairs, power = mxfp4_pairs(words, J), mxfp4_power(scales, J, 94)
-    if AS_BF16:
-        powers = tl.broadcast_to((power * 0x00800080)[:, None], pairs.shape)
-        pairs = tl.inline_asm_elementwise(
-            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
-            "=r,r,r", [pairs, powers], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-        low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        factor = (power << 23).to(tl.float32, bitcast=True)[:, None]
-        low, high = halves(pairs)
-        low, high = low * factor, high * factor
-    return tl.reshape(tl.join(low, high), (N, 32))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -94,53 +75,29 @@ def _grouped(
     y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
-    if FORMAT == "mxfp4":
-        AS_BF16: tl.constexpr = ON_GPU and x_ptr.dtype.element_ty == tl.bfloat16
-        is_word = is_output[:, None]
-        for tile in range(tl.cdiv(num_inputs, 128)):
-            at = tile * num_rows + outputs
-            words_at = w_ptr + at[:, None] * 16 + tl.arange(0, 16)[None, :]
-            words = tl.load(words_at, mask=is_word, other=0)
-            scales = tl.load(w_scale_ptr + at, mask=is_output, other=0)
+    w_rows = w_ptr + outputs[:, None].to(tl.int64) * num_inputs
+    for start in range(0, num_inputs, BLOCK_I):
+        inputs = start + tl.arange(0, BLOCK_I)
+        is_input = inputs < num_inputs
+        mask = is_pair[:, None] & is_input[None, :]
+        x = tl.trans(tl.load(x_ptr + inputs[None, :], mask=mask, other=0.0))
+        mask = is_output[:, None] & is_input[None, :]
+        w = tl.load(w_rows + inputs[None, :], mask=mask, other=0.0)
+        if IS_GATED:
+            up_w = tl.load(w_rows + N * num_inputs + inputs[None, :], mask=mask, other=0.0)
+        if FORMAT == "fp8 blocks":
+            group, num_groups = start // 128, tl.cdiv(num_inputs, 128)
+            x_scale_at = x_scale_ptr + group * stride_x_scale_g
+            x_scale = tl.load(x_scale_at, mask=is_pair, other=0.0)[None, :]
+            scale_at = w_scale_ptr + first // 128 * num_groups + group
+            y += tl.dot(w, x) * (x_scale * tl.load(scale_at))
             if IS_GATED:
-                up_words = tl.load(words_at + N * 16, mask=is_word, other=0)
-                up_scales = tl.load(w_scale_ptr + at + N, mask=is_output, other=0)
-            for j in tl.static_range(4):
-                inputs = tile * 128 + 32 * j + tl.arange(0, 32)
-                mask = is_pair[:, None] & (inputs < num_inputs)[None, :]
-                x = tl.load(x_ptr + inputs[None, :], mask=mask, other=0.0)
-                if not AS_BF16:
-                    x = x.to(tl.float32)
-                left = _mxfp4_left(words, scales, j, BLOCK_N, AS_BF16)
-                y = tl.dot(left, tl.trans(x), y, input_precision="ieee")
-                if IS_GATED:
-                    left = _mxfp4_left(up_words, up_scales, j, BLOCK_N, AS_BF16)
-                    up = tl.dot(left, tl.trans(x), up, input_precision="ieee")
-        y, up = y * 4294967296.0, up * 4294967296.0
-    else:
-        w_rows = w_ptr + outputs[:, None].to(tl.int64) * num_inputs
-        for start in range(0, num_inputs, BLOCK_I):
-            inputs = start + tl.arange(0, BLOCK_I)
-            is_input = inputs < num_inputs
-            mask = is_pair[:, None] & is_input[None, :]
-            x = tl.trans(tl.load(x_ptr + inputs[None, :], mask=mask, other=0.0))
-            mask = is_output[:, None] & is_input[None, :]
-            w = tl.load(w_rows + inputs[None, :], mask=mask, other=0.0)
+                scale = tl.load(scale_at + N // 128 * num_groups)
+                up += tl.dot(up_w, x) * (x_scale * scale)
+        else:
+            y = dot(w, x, y, ON_GPU)
             if IS_GATED:
-                up_w = tl.load(w_rows + N * num_inputs + inputs[None, :], mask=mask, other=0.0)
-            if FORMAT == "fp8 blocks":
-                group, num_groups = start // 128, tl.cdiv(num_inputs, 128)
-                x_scale_at = x_scale_ptr + group * stride_x_scale_g
-                x_scale = tl.load(x_scale_at, mask=is_pair, other=0.0)[None, :]
-                scale_at = w_scale_ptr + first // 128 * num_groups + group
-                y += tl.dot(w, x) * (x_scale * tl.load(scale_at))
-                if IS_GATED:
-                    scale = tl.load(scale_at + N // 128 * num_groups)
-                    up += tl.dot(up_w, x) * (x_scale * scale)
-            else:
-                y = dot(w, x, y, ON_GPU)
-                if IS_GATED:
-                    up = dot(up_w, x, up, ON_GPU)
+                up = dot(up_w, x, up, ON_GPU)
     if FORMAT == "fp8 outputs":
         x_scale = tl.load(x_scale_ptr, mask=is_pair, other=0.0)[None, :]
         w_scale_ptr += outputs
@@ -160,23 +117,6 @@ def _grouped(
     y_at = y_ptr + pairs[None, :] * N + outputs[:, None]
     mask = is_pair[None, :] & is_output[:, None]
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _sum_pairs(
-    pairs_ptr, y_ptr, D, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """y[token] = sum of its pairs; one program per token and block of channels."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channels < D
-    y = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(K):
-        at = pairs_ptr + (token * K + k) * D + channels
-        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * D + channels, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def rows_per_block(num_pairs: int, num_slots: int, format: str) -> int:
@@ -212,7 +152,13 @@ def grouped_config(
     )
 
 
-@experts.impl("triton grouped", needs=arch(80), fits=lambda x_TD, *_: x_TD.shape[0] > 0)
+@experts.impl(
+    "triton grouped",
+    needs=arch(80),
+    fits=lambda x_TD, slots_TK, weights_TK, gate_up, *_: (
+        x_TD.shape[0] > 0 and gate_up.format != "mxfp4"
+    ),
+)
 def experts_grouped(
     x_TD: Tensor,
     slots_TK: Tensor,
@@ -259,9 +205,4 @@ def experts_grouped(
     multiply(x_TD, gate_up, gate_up_bias_S2F, h_PF, is_gated=True)
     y_PD = x_TD.new_empty((num_pairs, size))
     multiply(h_PF, down, down_bias_SD, y_PD, is_gated=False)
-    y_TD = x_TD.new_empty((num_tokens, size))
-    block = min(1024, triton.next_power_of_2(size))
-    _sum_pairs[(num_tokens, triton.cdiv(size, block))](
-        y_PD, y_TD, size, K=num_active, BLOCK=block, num_warps=4, **launch_options(x_TD)
-    )
-    return y_TD
+    return sum_parts(y_PD.unsqueeze(0), num_tokens, x_TD.dtype)

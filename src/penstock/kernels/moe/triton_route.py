@@ -1,15 +1,104 @@
-"""Choosing experts in one launch.
+"""Choosing experts: scores in one launch, the choice in another.
 
-Legend: T tokens, E experts, S slots, K experts of a token, G groups of experts.
+Legend: T tokens, D hidden size, E experts, S slots, K experts of a token, G groups of experts.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.moe.reference import Routing, route
+from penstock.kernels.gemm.few import MAX_GEMV_TOKENS
+from penstock.kernels.gemm.skinny import GemvConfig, gemv
+from penstock.kernels.moe.reference import Routing, route, router_logits
+from penstock.kernels.moe.triton_tiles import dot
 from penstock.kernels.op import arch
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+
+_MAX_SMALL_TILES = 512  # more are quicker as a quarter as many larger ones
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsConfig:
+    """Launch shape."""
+
+    tokens: int  # of a program
+    experts: int
+    depth: int  # inputs at once
+    num_warps: int
+    num_stages: int
+
+
+@router_logits.impl(
+    "gemv", needs=arch(80), fits=lambda x_TD, *_: 0 < x_TD.shape[0] <= MAX_GEMV_TOKENS
+)
+def router_logits_gemv(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """An expert for each program, all of its weights on the way before x is there."""
+    block = min(triton.next_power_of_2(x_TD.shape[1]), 4096)
+    config = GemvConfig(rows=1, block=block, num_warps=8)
+    return gemv(x_TD, None, weight_ED, None, bias_E, torch.float32, config=config)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _logits(
+    x_ptr, w_ptr, bias_ptr, out_ptr, num_tokens, stride_x, stride_w,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[t, e] = x[t] . w[e] + bias[e]; one program per tile of tokens and experts."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token, is_expert = (tokens < num_tokens)[:, None], (experts < E)[None, :]
+    x_ptr += tokens.to(tl.int64)[:, None] * stride_x
+    w_ptr += experts[None, :] * stride_w
+    acc = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        inputs = start + tl.arange(0, BLOCK_D)
+        x_mask = is_token & (inputs < D)[None, :]
+        w_mask = (inputs < D)[:, None] & is_expert
+        x = tl.load(x_ptr + inputs[None, :], mask=x_mask, other=0.0)
+        w = tl.load(w_ptr + inputs[:, None], mask=w_mask, other=0.0)
+        acc = dot(x, w, acc, ON_GPU)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)[None, :]
+    out_ptr += tokens.to(tl.int64)[:, None] * E + experts[None, :]
+    tl.store(out_ptr, acc, mask=is_token & is_expert)
+
+
+def logits_config(num_tokens: int, num_experts: int) -> LogitsConfig:
+    """The weights are small and lie in the cache: the more programs read them, the better."""
+    num_small = triton.cdiv(num_tokens, 16) * triton.cdiv(num_experts, 16)
+    if num_small <= _MAX_SMALL_TILES:
+        return LogitsConfig(tokens=16, experts=16, depth=256, num_warps=2, num_stages=4)
+    return LogitsConfig(tokens=64, experts=64, depth=128, num_warps=4, num_stages=3)
+
+
+@router_logits.impl(
+    "tiles",
+    needs=arch(80),
+    fits=lambda x_TD, weight_ED, bias_E: (
+        x_TD.shape[0] > 0 and x_TD.dtype == weight_ED.dtype and x_TD.element_size() == 2
+    ),
+)
+def router_logits_tiles(
+    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, config: LogitsConfig | None = None
+) -> Tensor:
+    """On tensor cores: products of two 16-bit floats are exact, and added up in fp32."""
+    (num_tokens, size), num_experts = x_TD.shape, weight_ED.shape[0]
+    assert x_TD.stride(1) == weight_ED.stride(1) == 1, (x_TD.stride(), weight_ED.stride())
+    c = config or logits_config(num_tokens, num_experts)
+    out_TE = x_TD.new_empty((num_tokens, num_experts), dtype=torch.float32)
+    _logits[(triton.cdiv(num_experts, c.experts), triton.cdiv(num_tokens, c.tokens))](
+        x_TD, weight_ED, bias_E, out_TE, num_tokens, x_TD.stride(0), weight_ED.stride(0),
+        D=size, E=num_experts, BLOCK_T=c.tokens, BLOCK_E=c.experts, BLOCK_D=c.depth,
+        HAS_BIAS=bias_E is not None, ON_GPU=x_TD.is_cuda, num_warps=c.num_warps,
+        num_stages=c.num_stages, **launch_options(x_TD),
+    )  # fmt: skip
+    return out_TE
 
 
 @triton.jit
@@ -18,12 +107,15 @@ def _route(
     E: tl.constexpr, K: tl.constexpr, G: tl.constexpr, ACTIVE_GROUPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr,
     BEST_TWO: tl.constexpr, IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The K largest scores of a row, one after the other; one program per token.
 
-    Scores lie as [group, expert of the group]; where two are equal the first one counts.
+    Scores lie as [group, expert of the group]; where two are equal the first one counts. What is
+    compared has the rank above and the place below, so that one search finds both.
     """
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     groups, within = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
     inside = (groups[:, None] < G) & (within[None, :] < E // G)
@@ -51,26 +143,28 @@ def _route(
             best = tl.where(groups == group, float("-inf"), best)
         rank = tl.where(is_open[:, None], rank, float("-inf"))
 
-    places = tl.arange(0, BLOCK_K)
-    experts, weights = tl.zeros((BLOCK_K,), tl.int32), tl.zeros((BLOCK_K,), tl.float32)
+    SIZE: tl.constexpr = BLOCK_G * BLOCK_E
+    NONE: tl.constexpr = -(1 << 63)
+    bits = rank.to(tl.int32, bitcast=True)
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # ordered as the floats are; NaN before or behind all others
+    place = groups[:, None] * BLOCK_E + within[None, :]
+    keys = (bits.to(tl.int64) << 32) | (SIZE - place)
+    keys = tl.reshape(tl.where(inside, keys, NONE), (SIZE,))
+    chosen = tl.arange(0, BLOCK_K)
+    places = tl.zeros((BLOCK_K,), tl.int32)
     for k in tl.static_range(K):
-        is_best = rank == tl.max(tl.max(rank, 1), 0)
-        # A row of NaN has no best one, and must not lead out of the table.
-        expert = tl.minimum(tl.min(tl.min(tl.where(is_best, numbers, E), 1), 0), E - 1)
-        is_chosen = (numbers == expert) & inside
-        score = tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0)
-        experts, weights = (
-            tl.where(places == k, expert, experts),
-            tl.where(places == k, score, weights),
-        )
-        rank = tl.where(is_chosen, float("-inf"), rank)
+        key = tl.max(keys, 0)
+        places = tl.where(chosen == k, SIZE - key.to(tl.int32), places)
+        keys = tl.where(keys == key, NONE, keys)
+    weights = tl.where(chosen < K, tl.gather(tl.reshape(scores, (SIZE,)), places, 0), 0.0)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
 
-    taken = places < K
+    taken = chosen < K
+    experts = places // BLOCK_E * (E // G) + places % BLOCK_E
     slots = tl.load(slot_of_ptr + experts, mask=taken, other=0)
-    tl.store(slots_ptr + token * K + places, slots, mask=taken)
-    tl.store(weights_ptr + token * K + places, weights * scale, mask=taken)
+    tl.store(slots_ptr + token * K + chosen, slots, mask=taken)
+    tl.store(weights_ptr + token * K + chosen, weights * scale, mask=taken)
     tl.atomic_add(load_ptr + slots, tl.full((BLOCK_K,), 1, tl.int64), mask=taken)
 
 
@@ -102,6 +196,6 @@ def route_triton(
             BLOCK_E=triton.next_power_of_2(num_experts // routing.num_groups),
             BEST_TWO=routing.num_best == 2 and num_experts > routing.num_groups,
             IS_SIGMOID=routing.score == "sigmoid", HAS_CORRECTION=correction_E is not None,
-            RENORMALIZE=routing.renormalize, num_warps=1 if num_experts <= 128 else 2,
+            RENORMALIZE=routing.renormalize, num_warps=1, **launch_options(logits_TE),
         )  # fmt: skip
     return slots_TK, weights_TK

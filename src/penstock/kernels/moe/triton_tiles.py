@@ -17,20 +17,18 @@ def mxfp4_pairs(words, J: tl.constexpr):
     The bits of a code are the lowest of an exponent and the highest of a mantissa; those without an
     exponent become subnormal numbers, which is what they are in 4 bits, too.
     """
-    high = words << (12 - 4 * J)
-    return (high & -0x7FFF8000) | ((high >> 6) & 0x01C001C0)
+    if J < 3:
+        pairs = (words << (6 - 3 * J)) & -0x7E3F7E40
+    else:
+        pairs = ((words << 1) & -0x7FFF8000) | ((words >> 3) & 0x01800180)
+        pairs |= (words >> 7) & 0x00400040
+    return pairs
 
 
 @triton.jit
 def halves(pairs):
     """Two bfloat16 in 32 bits as floats."""
     return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def mxfp4_power(scales, J: tl.constexpr, BIAS: tl.constexpr):
-    """2^(scale - 127 + BIAS) of the J-th of four scales, as the exponent of a float."""
-    return tl.minimum(((scales >> (8 * J)) & 255) + BIAS, 254)
 
 
 @triton.jit

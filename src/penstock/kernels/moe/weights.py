@@ -2,14 +2,21 @@
 
 MXFP4 is a code of 4 bits (a sign, two bits of exponent, one of mantissa) per number, and a power of
 two per 32 inputs. Words of 32 bits hold eight codes; those of 16 words make up 128 inputs of an
-output. Word w has input 32 j + 2 w of them in bits 4 j to 4 j + 3, and the one behind it 16 bits
-higher: shifted and masked, a word is two neighbours in bfloat16. Inputs are filled up with zeros to
-whole tiles.
+output. Word 4 t + c has input 32 j + 8 c + 2 t of them as the j-th code of its lower half, and the
+one behind it as that of its upper half: four words in a row are what one thread of a tensor core's
+tile must have. Inputs are filled up with zeros to whole tiles.
+
+The 16 bits of a half are such that a shift and a mask make a code a bfloat16, with its sign nine
+bits above exponent and mantissa. From the highest: s2 s3 m3 s1 e3 e3 s0 e2 e2 m2 e1 e1 m1 e0 e0 m0;
+the fourth code fills the gaps. Four powers of two lie in a word, each as the exponent of a bfloat16
+that is 2^-32 times as large: so products with codes stay in range for powers up to 2^33, the most
+there can be.
 
 Legend: S slots, O outputs, I inputs, G groups of 32 inputs, N tiles of 128 inputs, W words of a
 tile, J the four groups of a tile.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +30,10 @@ from penstock.kernels.fp8 import quantize_fp8, weight_values
 MXFP4_GROUP = 32  # inputs that share a scale
 TILE = 128  # inputs of 16 words
 _WORDS = 16
+_SLOTS_AT_ONCE = 8
+_PLACES = ((0, 1, 2, 9), (3, 4, 5, 12), (6, 7, 8, 15), (13, 10, 11, 14))
+"""Of the bits of the four codes of a half, mantissa first, sign last."""
+_POWER_BIAS = 94  # 127 - 32 - 1: codes are read as 2^-126 times their value
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes; with the highest bit, negative
 
 
@@ -95,40 +106,66 @@ def mxfp4_values(blocks_OB: Tensor, scales_OG: Tensor) -> Tensor:
 
 
 def pack_mxfp4(blocks_SOB: Tensor, scales_SOG: Tensor) -> ExpertWeights:
-    """What checkpoints store, in the order that kernels read: slot by slot, to save memory."""
+    """What checkpoints store, in the order that kernels read; some slots at once to save memory."""
     num_slots, num_outputs, num_groups = scales_SOG.shape
     num_tiles = math.ceil(num_groups * MXFP4_GROUP / TILE)
     shape, device = (num_slots, num_tiles, num_outputs), blocks_SOB.device
     words_SNOW = torch.empty((*shape, _WORDS), dtype=torch.int32, device=device)
     scale_SNO = torch.empty(shape, dtype=torch.int32, device=device)
-    for slot in range(num_slots):
-        words_SNOW[slot], scale_SNO[slot] = _packed(blocks_SOB[slot], scales_SOG[slot], num_tiles)
+    spread_JC = _spread_bytes().to(device)
+    for first in range(0, num_slots, _SLOTS_AT_ONCE):
+        some = slice(first, first + _SLOTS_AT_ONCE)
+        words_SNOW[some] = _packed_words(blocks_SOB[some], num_tiles, spread_JC)
+        scale_SNO[some] = _packed_powers(scales_SOG[some], num_tiles)
     return ExpertWeights(words_SNOW, num_groups * MXFP4_GROUP, scale_SNO)
 
 
-def _packed(blocks_OB: Tensor, scales_OG: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
-    num_outputs, num_groups = scales_OG.shape
-    missing = num_tiles * TILE // MXFP4_GROUP - num_groups
-    blocks_OB = torch.nn.functional.pad(blocks_OB, (0, missing * MXFP4_GROUP // 2))
-    scales_OG = torch.nn.functional.pad(scales_OG, (0, missing))
-    pairs_ONJW = blocks_OB.view(num_outputs, num_tiles, 4, _WORDS).int()
-    words_ONW = torch.zeros((num_outputs, num_tiles, _WORDS), dtype=torch.int32)
-    words_ONW = words_ONW.to(blocks_OB.device)
+@functools.cache
+def _spread_bytes() -> Tensor:
+    """[4, 256]: the bits of a word that are the j-th codes of its halves, by the byte of both."""
+    codes_2C = torch.stack((torch.arange(256) & 15, torch.arange(256) >> 4)).int()
+    return torch.stack(
+        [
+            torch.stack([((codes_2C >> bit) & 1) << at for bit, at in enumerate(places)]).sum(0)
+            for places in _PLACES
+        ]
+    ).mul(torch.tensor([[1], [1 << 16]])).sum(1).int()  # fmt: skip
+
+
+def _packed_words(blocks_SOB: Tensor, num_tiles: int, spread_JC: Tensor) -> Tensor:
+    missing = num_tiles * TILE // 2 - blocks_SOB.shape[-1]
+    pairs_SOB = torch.nn.functional.pad(blocks_SOB, (0, missing)).int()
+    pairs_SONJW = pairs_SOB.unflatten(-1, (num_tiles, 4, _WORDS))
+    words_SONW = torch.zeros_like(pairs_SONJW[..., 0, :])
     for group in range(4):
-        pair_ONW = pairs_ONJW[:, :, group]
-        spread_ONW = (pair_ONW & 15) | ((pair_ONW >> 4) << 16)
-        words_ONW |= spread_ONW << (4 * group)
-    scales_ON = scales_OG.contiguous().view(torch.int32)
-    return words_ONW.transpose(0, 1), scales_ON.t()
+        words_SONW |= spread_JC[group][pairs_SONJW[..., group, :]]
+    return _transposed(words_SONW).transpose(1, 2)
+
+
+def _packed_powers(scales_SOG: Tensor, num_tiles: int) -> Tensor:
+    missing = num_tiles * TILE // MXFP4_GROUP - scales_SOG.shape[-1]
+    powers_SOG = (scales_SOG.int() + _POWER_BIAS).clamp(max=254).to(torch.uint8)
+    powers_SOG = torch.nn.functional.pad(powers_SOG, (0, missing))
+    return powers_SOG.view(torch.int32).transpose(1, 2)
 
 
 def _unpacked(words_NOW: Tensor, scale_NO: Tensor) -> Tensor:
     """[O, I] in float32, inputs of whole tiles."""
+    words_ONW = _transposed(words_NOW.transpose(0, 1))
+    codes = [
+        torch.stack([((words_ONW >> (half + at)) & 1) << bit for bit, at in enumerate(places)])
+        for places in _PLACES
+        for half in (0, 16)
+    ]
+    codes_ONJW2 = torch.stack(codes).sum(1).unflatten(0, (4, 2)).permute(2, 3, 0, 4, 1)
     j_J = torch.arange(4, device=words_NOW.device)
-    shifts_J12 = torch.stack((4 * j_J, 4 * j_J + 16), dim=-1).unsqueeze(1)
-    codes_ONJW2 = (words_NOW.transpose(0, 1)[:, :, None, :, None] >> shifts_J12) & 15
-    scales_ONJ = (scale_NO.t().unsqueeze(-1) >> (8 * j_J)) & 255
+    scales_ONJ = ((scale_NO.t().unsqueeze(-1) >> (8 * j_J)) & 255) - _POWER_BIAS
     return _scaled(codes_ONJW2.flatten(3).flatten(1, 2), scales_ONJ.flatten(1)).flatten(1)
+
+
+def _transposed(words: Tensor) -> Tensor:
+    """Word t + 4 c of a tile to place 4 t + c, and back."""
+    return words.unflatten(-1, (4, 4)).transpose(-1, -2).flatten(-2)
 
 
 def _scaled(codes_OGI: Tensor, scales_OG: Tensor) -> Tensor:

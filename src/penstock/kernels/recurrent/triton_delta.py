@@ -247,6 +247,8 @@ def gated_delta_triton(
     scale, group = key_size**-0.5, num_value_heads // num_heads
     strides = (q_THK.stride(0), k_THK.stride(0), v_TVD.stride(0))
     block_k = max(16, triton.next_power_of_2(key_size))
+    if block_k == _CHUNK:
+        block_k *= 2  # Triton 3.6 gets products of square tiles of this size wrong on an H200
     blocks_d, options = triton.cdiv(value_size, _BLOCK_D), launch_options(q_THK)
     on_gpu = q_THK.is_cuda
     if num_decodes:

@@ -1,0 +1,215 @@
+"""Up to 64 tokens times a large matrix on tensor cores: the time is still that of reading it once.
+
+The matrix is the left operand, so its outputs fill the rows of a tensor core's tile and the few
+tokens its columns. A program has all inputs of its outputs: nothing is added up afterwards.
+
+Legend: T tokens, I inputs, O outputs, F features.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels import tuned
+from penstock.kernels.device import probe
+from penstock.kernels.gemm.few import MAX_TOKENS
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+
+_ROWS = 64  # outputs of a program
+_USUAL_PLACES = 132  # multiprocessors of an H200, where there is no GPU to ask
+_MIN_BYTES = 8 << 20  # of a smaller matrix the library's product takes as long
+
+
+@dataclass(frozen=True, slots=True)
+class TilesConfig:
+    """Launch shape."""
+
+    outputs: int = _ROWS  # of a program
+    row_bytes: int = 256  # of a row of the matrix read at once
+    num_warps: int = 4
+    num_stages: int = 5
+
+
+def is_quicker(num_tokens: int, weight_OI: Tensor) -> bool:
+    """Than the library's product, by what was measured on an H200 (docs/performance.md).
+
+    Programs must fill the device once, or many times; half of it is enough where inputs are few.
+    """
+    (num_outputs, num_inputs), num_places = weight_OI.shape, probe().num_sms or _USUAL_PLACES
+    if not 0 < num_tokens <= MAX_TOKENS or weight_OI.nbytes < _MIN_BYTES:
+        return False
+    num_programs = num_outputs // _ROWS
+    if num_programs >= 8 * num_places:
+        return True
+    if num_inputs % (2 * _ROWS) or num_programs > num_places:
+        return False
+    is_half = num_programs >= num_places * 0.48 and num_inputs <= num_outputs and num_tokens <= 32
+    return is_half or num_programs >= num_places * 0.84
+
+
+@functools.cache
+def tiles_config(
+    num_outputs: int, num_inputs: int, element_bytes: int, num_tokens: int, is_gated: bool
+) -> TilesConfig:
+    """Where nothing was measured, what is best of 22 on an H200 for a Llama-8B layer, 32 tokens."""
+    num_programs = num_outputs // (128 if is_gated else 64)
+    usual = TilesConfig(outputs=64 if num_programs >= 64 else 32 if num_programs >= 32 else 16)
+    if is_gated:
+        usual = replace(usual, row_bytes=128 if element_bytes == 1 else 256, num_stages=3)
+    return tuned.best(
+        "tiles",
+        usual,
+        outputs=num_outputs,
+        inputs=num_inputs,
+        bits=8 * element_bytes,
+        tokens=max(16, triton.next_power_of_2(num_tokens)),
+    )
+
+
+@triton.jit
+def _dot(w, x, acc, ON_GPU: tl.constexpr):
+    if not ON_GPU:  # the interpreter takes bfloat16 for whole numbers
+        w, x = w.to(tl.float32), x.to(tl.float32)
+    return tl.dot(w, x, acc)
+
+
+@triton.jit
+def _weights(w_rows, inputs, is_output, num_inputs, IS_WHOLE: tl.constexpr):
+    if IS_WHOLE:
+        w = tl.load(w_rows + inputs[None, :])
+    else:
+        mask = is_output[:, None] & (inputs < num_inputs)[None, :]
+        w = tl.load(w_rows + inputs[None, :], mask=mask, other=0.0)
+    return w
+
+
+@triton.jit
+def _finished(
+    y, rows, is_output, x_scale_T, w_scale_ptr, bias_ptr, stride_w_scale,
+    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scales and bias of a product."""
+    if HAS_SCALES:
+        w_scale = tl.load(w_scale_ptr + rows * stride_w_scale, mask=is_output, other=0.0)
+        y *= w_scale[:, None] * x_scale_T[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tiles(
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr,
+    num_tokens, num_outputs, num_inputs, stride_x, stride_w, stride_x_scale, stride_w_scale,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_GATED: tl.constexpr, PRODUCT: tl.constexpr, ON_GPU: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out[t, o] = sum over i of x[t, i] * w[o, i] of BLOCK_O outputs.
+
+    IS_WHOLE: inputs and outputs are multiples of their blocks.
+    IS_GATED: silu(out[t, o]) * out[t, num_outputs + o], both rounded to PRODUCT before.
+    """
+    let_next_start(PDL)
+    outputs = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    is_output = outputs < num_outputs
+    ups = num_outputs + outputs
+    tokens = tl.arange(0, BLOCK_T)
+    is_token = tokens < num_tokens
+    w_rows = w_ptr + outputs.to(tl.int64)[:, None] * stride_w
+    up_rows = w_ptr + ups.to(tl.int64)[:, None] * stride_w
+    wait_for_previous(PDL)
+    x_cols = x_ptr + tokens[None, :] * stride_x
+    x_scale = tl.zeros((BLOCK_T,), tl.float32)
+    if HAS_SCALES:
+        x_scale = tl.load(x_scale_ptr + tokens * stride_x_scale, mask=is_token, other=0.0)
+    acc = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    up_acc = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    for step in range(tl.cdiv(num_inputs, BLOCK_I)):
+        inputs = step * BLOCK_I + tl.arange(0, BLOCK_I)
+        mask = is_token[None, :]
+        if not IS_WHOLE:
+            mask &= (inputs < num_inputs)[:, None]
+        x = tl.load(x_cols + inputs[:, None], mask=mask, other=0.0)
+        acc = _dot(_weights(w_rows, inputs, is_output, num_inputs, IS_WHOLE), x, acc, ON_GPU)
+        if IS_GATED:
+            w = _weights(up_rows, inputs, is_output, num_inputs, IS_WHOLE)
+            up_acc = _dot(w, x, up_acc, ON_GPU)
+
+    y = _finished(
+        acc, outputs, is_output, x_scale, w_scale_ptr, bias_ptr, stride_w_scale,
+        HAS_SCALES, HAS_BIAS,
+    )  # fmt: skip
+    if IS_GATED:
+        up = _finished(
+            up_acc, ups, is_output, x_scale, w_scale_ptr, bias_ptr, stride_w_scale,
+            HAS_SCALES, HAS_BIAS,
+        )  # fmt: skip
+        y, up = y.to(PRODUCT).to(tl.float32), up.to(PRODUCT).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up
+    if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        y = tl.minimum(tl.maximum(y / tl.load(out_scale_ptr), -448.0), 448.0)
+    to = tokens[None, :] * num_outputs + outputs[:, None]
+    mask = is_output[:, None] & is_token[None, :]
+    tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+def scale_strides(scale: Tensor | None, weight_scale: Tensor | None) -> tuple[int, int, int]:
+    """From a token's scale to the next one's, to its next group's, and from output to output.
+
+    Where scales are of blocks the last is from one row of blocks to the next.
+    """
+    by_token = scale is not None and scale.numel() > 1
+    by_output = weight_scale is not None and weight_scale.numel() > 1
+    return (
+        scale.stride(0) if by_token else 0,  # type: ignore[union-attr]
+        scale.stride(-1) if by_token else 0,  # type: ignore[union-attr]
+        weight_scale.stride(0) if by_output else 0,  # type: ignore[union-attr]
+    )
+
+
+def tiles(
+    x_TI: Tensor,
+    scale: Tensor | None,
+    weight_OI: Tensor,
+    weight_scale: Tensor | None,
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
+    out_scale_1: Tensor | None = None,
+    config: TilesConfig | None = None,
+) -> Tensor:
+    """x W^T + b in `dtype`, or as `gated_linear`. Scales: one, or one per row."""
+    num_tokens, num_inputs = x_TI.shape
+    num_outputs = weight_OI.shape[0] // (2 if is_gated else 1)
+    assert x_TI.stride(1) == weight_OI.stride(1) == 1, (x_TI.stride(), weight_OI.stride())
+    element_bytes = weight_OI.element_size()
+    c = config or tiles_config(*weight_OI.shape, element_bytes, num_tokens, is_gated)
+    block_i = c.row_bytes // element_bytes
+    out_dtype = dtype if out_scale_1 is None else torch.float8_e4m3fn
+    out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype, device=x_TI.device)
+    by_token, _, by_output = scale_strides(scale, weight_scale)
+    _tiles[(triton.cdiv(num_outputs, c.outputs),)](
+        x_TI, weight_OI, scale, weight_scale, bias_O, out_TO, out_scale_1,
+        num_tokens, num_outputs, num_inputs, x_TI.stride(0), weight_OI.stride(0),
+        by_token, by_output,
+        BLOCK_T=max(16, triton.next_power_of_2(num_tokens)), BLOCK_O=c.outputs, BLOCK_I=block_i,
+        HAS_SCALES=scale is not None, HAS_BIAS=bias_O is not None,
+        IS_WHOLE=num_inputs % block_i == num_outputs % c.outputs == 0,
+        IS_GATED=is_gated, PRODUCT=TRITON_DTYPES[dtype], ON_GPU=x_TI.is_cuda,
+        num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(x_TI),
+    )  # fmt: skip
+    return out_TO
