@@ -9,7 +9,8 @@ D other channels of a head's query and key, V value size, E = D + V, L keys, P p
 S tokens per block.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,7 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
-from penstock.kernels.attention.triton_decode import LOG2_E, NO_WINDOW, reduce_splits, span
+from penstock.kernels.attention.triton_decode import (
+    LOG2_E,
+    NO_WINDOW,
+    Load,
+    load_of,
+    reduce_splits,
+    span,
+)
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -136,17 +144,23 @@ class DecodeConfig:
     num_stages: int = 2
     min_span: int = 128  # keys a split has at least; a multiple of tile
     max_splits: int = 64
-    programs: int = 1024  # enough to fill the device several times over
+    programs: int = 1024  # that share the splits; 1: nothing is split
 
 
-def decode_config(num_heads: int, element_bytes: int) -> DecodeConfig:
+@functools.cache
+def decode_config(num_heads: int, element_bytes: int, num_entries: int) -> DecodeConfig:
+    """What splits give is large, as wide as the latent for every head: 0.3 GiB at most."""
     if element_bytes > 2:  # no tensor cores in full precision
-        return DecodeConfig(heads=16, num_warps=4, tile=16)
-    if num_heads <= 16:
-        return DecodeConfig(heads=16, num_warps=4)
-    if num_heads <= 32:
-        return DecodeConfig(heads=32, num_warps=4)
-    return DecodeConfig(heads=64, num_warps=8)
+        usual = DecodeConfig(heads=16, num_warps=4, tile=16)
+    elif num_heads <= 16:
+        usual = DecodeConfig(heads=16, num_warps=4)
+    elif num_heads <= 32:
+        usual = DecodeConfig(heads=32, num_warps=4)
+    else:
+        usual = DecodeConfig(heads=64, num_warps=8)
+    if load_of(num_entries, triton.cdiv(num_heads, usual.heads)) is not Load.FEW:
+        return replace(usual, programs=1)
+    return usual if num_entries <= 16 else replace(usual, max_splits=8)
 
 
 @triton.jit
@@ -243,7 +257,7 @@ def mla_decode_triton(
     rotary = q_NHR.shape[2]
     assert q_NHC.stride(2) == q_NHR.stride(2) == 1 and cache_BSA.is_contiguous()
     assert cache_BSA.shape[2] == size + rotary, (cache_BSA.shape, size, rotary)
-    c = decode_config(num_heads, q_NHC.element_size())
+    c = decode_config(num_heads, q_NHC.element_size(), num_entries)
     num_groups = triton.cdiv(num_heads, c.heads)
     programs = min(
         c.max_splits,

@@ -41,9 +41,11 @@ def _products(
     x_ptr, x_at, x_scale_ptr, x_scale_at, stride_x_scale, w_ptr, w_at, w_scale_ptr, w_scale_at,
     rows, is_row, is_matrix,
     FORMAT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """[M, ROWS]: x[m] . w[m, rows]; `..._at` says where a matrix and what belongs to it begin.
+
+    WAIT: x may not be there yet; the first weights are on the way before it is waited for.
 
     The compiler gives lanes the inputs, then from the left dimension on what remains: warps have
     the matrices, and a thread all rows of its inputs. So nothing passes through shared memory
@@ -60,6 +62,8 @@ def _products(
         x_mask = is_matrix[None, :, None, None] & (inputs < SIZE)
         w_mask = x_mask & is_row[None, None, :, None]
         w = tl.load(w_ptr + inputs, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        if step == 0:
+            wait_for_previous(WAIT)
         x = tl.load(x_ptr + inputs, mask=x_mask, other=0.0).to(tl.float32)
         if FORMAT == "fp8 blocks":  # a program's rows lie in one block
             mask = (tiles < NUM_TILES)[:, None] & is_matrix[None, :]
@@ -85,8 +89,8 @@ def _gate_up_few(
 ):  # fmt: skip
     """h[pair, f] = gate(x[token] . w[slot, f], x[token] . w[slot, F + f]); one program per pair and
     ROWS features."""
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)  # now slots are there for it, too
     pair, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     token, slot = pair // K, tl.load(slots_ptr + pair).to(tl.int64)
     features, parts = first + tl.arange(0, ROWS), tl.arange(0, 2)
@@ -99,7 +103,7 @@ def _gate_up_few(
     y = _products(
         x_ptr, token * stride_x + parts * 0, x_scale_ptr, token * stride_x_scale_t + parts * 0,
         stride_x_scale_g, w_ptr, slot * stride_w + parts * F * D, w_scale_ptr, w_scale_at,
-        features, is_feature, parts < 2, FORMAT, D, ROWS, 2, TILES,
+        features, is_feature, parts < 2, FORMAT, D, ROWS, 2, TILES, False,
     )  # fmt: skip
     if HAS_BIAS:
         bias_at = bias_ptr + slot * 2 * F + parts[:, None] * F + features[None, :]
@@ -117,13 +121,12 @@ def _down_few(
     ROWS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[token, d] = sum over its pairs of weight * (h[pair] . w[slot, d]); one program per token
-    and ROWS channels."""
+    and ROWS channels. It waits for h alone: slots are older."""
     let_next_start(PDL)
-    wait_for_previous(PDL)
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     places = tl.arange(0, BLOCK_K)
     pairs, is_pair = token * K + places, places < K
-    slots = tl.load(slots_ptr + pairs, mask=is_pair, other=0).to(tl.int64)
+    slots = tl.load(slots_ptr + pairs, mask=is_pair, other=0, cache_modifier=".cg").to(tl.int64)
     rows = first + tl.arange(0, ROWS)
     is_row = rows < D
     w_scale_at = slots * stride_w_scale
@@ -132,7 +135,7 @@ def _down_few(
     y = _products(
         h_ptr, pairs * F, h_scale_ptr, pairs * stride_h_scale_t, stride_h_scale_g,
         w_ptr, slots * stride_w, w_scale_ptr, w_scale_at,
-        rows, is_row, is_pair, FORMAT, F, ROWS, BLOCK_K, TILES,
+        rows, is_row, is_pair, FORMAT, F, ROWS, BLOCK_K, TILES, PDL,
     )  # fmt: skip
     if HAS_BIAS:
         mask = is_pair[:, None] & is_row[None, :]

@@ -73,6 +73,20 @@ def _left(words, powers, SLABS: tl.constexpr, WARPS: tl.constexpr, AS_BF16: tl.c
     return tl.reshape(parts, (16 * WARPS * SLABS, 128))
 
 
+@triton.jit
+def _prefetch(w_ptr, first_tile, end_tile, first_row, num_rows, ROWS: tl.constexpr):
+    """Have the words of ROWS rows and some tiles brought into the L2 cache."""
+    words = tl.arange(0, ROWS // 2)[None, :] * 32  # the first of each line of the cache
+    words = tl.minimum(words, (num_rows - first_row) * 16 - 1)
+    for tile in range(first_tile, end_tile, 8):
+        tiles = tl.minimum(tile + tl.arange(0, 8), end_tile - 1)[:, None]
+        at = w_ptr + (tiles * num_rows + first_row) * 16 + words
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l",
+            [at.to(tl.uint64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _mxfp4(
     x_ptr, w_ptr, powers_ptr, bias_ptr, weights_ptr, y_ptr, slots_ptr, pairs_ptr, stride_x,
@@ -88,8 +102,11 @@ def _mxfp4(
     gate(x . w[slot, n], x . w[slot, N + n]). Program (i, split) has the split-th part of the
     inputs and writes y[split]. Not sorted: a block is one pair, slots are those of pairs.
     """
+    # Slots are older than what the second product waits for: its weights are called for before.
+    IS_EARLY: tl.constexpr = PDL and IS_WEIGHTED and not IS_SORTED
+    if not IS_EARLY:
+        wait_for_previous(PDL)
     let_next_start(PDL)
-    wait_for_previous(PDL)
     ROWS: tl.constexpr = 16 * WARPS * SLABS
     OUTPUTS: tl.constexpr = ROWS // 2 if IS_GATED else ROWS
     num_n = tl.cdiv(N, OUTPUTS)
@@ -97,8 +114,9 @@ def _mxfp4(
     height = tl.minimum(num_blocks - band * BAND, BAND)
     within = tl.program_id(0) % (BAND * num_n)
     block, first = band * BAND + within % height, within // height * OUTPUTS
-    slot = tl.load(slots_ptr + block).to(tl.int64)
+    slot = tl.load(slots_ptr + block, cache_modifier=".cg").to(tl.int64)
     if slot >= S:
+        wait_for_previous(IS_EARLY)
         return
     places = tl.arange(0, BLOCK_M)
     if IS_SORTED:
@@ -123,6 +141,9 @@ def _mxfp4(
     rows += start // 128 * num_rows
     words_at = w_ptr + slot * stride_w + rows[:, None] * 16 + tl.arange(0, 16)[None, :]
     powers_at = powers_ptr + slot * stride_powers + rows
+    if IS_EARLY:
+        _prefetch(w_ptr + slot * stride_w, start // 128, tl.cdiv(end, 128), first, N, ROWS)
+        wait_for_previous(PDL)
     AS_BF16: tl.constexpr = ON_GPU and x_ptr.dtype.element_ty == tl.bfloat16
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for first_input in range(start, end, 128 * TILES):
