@@ -645,6 +645,7 @@ OP_CASES = [
     conv_case((3, 1, 70), 0, 130, 130),
     conv_case((1, 1, 2, 33, 5, 64), 2, 48, 96),
     conv_case((1, 6), 1, 20, 20, width=2),
+    conv_case((0, 6, 0), 0, 20, 20),
     gates_case(1, 2, 4),
     gates_case(37, 4, 12),
     gates_case(3, 16, 32),
@@ -655,6 +656,7 @@ OP_CASES = [
     delta_case((1, 40, 1, 7), 1, 1, 3, 24, 16, decay=8.0),
     delta_case((70,), 0, 1, 2, 128, 128),
     delta_case((90, 80), 0, 1, 1, 16, 32, decay=0.0),
+    delta_case((0, 70, 0), 0, 1, 1, 32, 32),
     delta_case((1, 100), 1, 1, 1, 64, 32, decay=0.0, repeats=True),
     gated_norm_case(1, 2, 4, 64),
     gated_norm_case(9, 3, 3, 80),
@@ -827,6 +829,7 @@ def small_attention_cases() -> Iterator[AttentionCase]:
     yield decodes(5, 16, 100, 300, window=16)
     yield decodes(90, 190, window=70, block_size=32)
     yield prefills((40, 40), (30, 150), (1, 90), window=16)
+    yield prefills((20, 37), (0, 0), (0, 0), head_size=128)  # what fills up a graph
     yield prefills((70, 70), (7, 200), window=50, block_size=32)
     yield decodes(*range(1, 65), num_heads=2, num_kv_heads=1)
     yield AttentionCase(((1, 17), (1, 64), (33, 33), (5, 133), (1, 4)), 2)

@@ -1,4 +1,4 @@
-"""`cuda_graph_config`: for which decode batch sizes a CUDA graph is captured."""
+"""`cuda_graph_config`: for which decode batch sizes, and prompt lengths, a graph is captured."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -9,6 +9,8 @@ from penstock.config.base import StrictModel, setting
 
 MAX_GRAPH_SIZE = 65536
 DEFAULT_MAX_SIZE = 512
+# Beyond these, work takes longer than its launches, which a graph saves.
+DEFAULT_NUM_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 class CudaGraphConfig(StrictModel):
@@ -29,6 +31,15 @@ class CudaGraphConfig(StrictModel):
         True, "Run a batch in the next larger graph instead of without one when no size matches."
     )
 
+    num_tokens: list[Annotated[int, Field(ge=1, le=MAX_GRAPH_SIZE)]] | None = setting(
+        None,
+        "Numbers of prompt tokens to capture; a step of up to three prompts runs in the next "
+        "larger graph. []: none. null: "
+        + ", ".join(map(str, DEFAULT_NUM_TOKENS))
+        + ", as far as max_num_tokens allows.",
+        max_length=1024,
+    )
+
     @model_validator(mode="after")
     def _list_and_maximum_agree(self) -> "CudaGraphConfig":
         if self.batch_sizes and self.max_batch_size not in (0, max(self.batch_sizes)):
@@ -47,6 +58,11 @@ class CudaGraphConfig(StrictModel):
             wanted = padded_sizes(largest) if self.enable_padding else exact_sizes(largest)
         # What was asked beyond the batch limit is served by one graph of exactly that limit.
         return tuple(sorted({min(size, max_rows) for size in wanted}))
+
+    def token_sizes(self, max_num_tokens: int) -> tuple[int, ...]:
+        """Ascending sizes of prompt steps to capture."""
+        wanted = DEFAULT_NUM_TOKENS if self.num_tokens is None else self.num_tokens
+        return tuple(sorted({size for size in wanted if size <= max_num_tokens}))
 
 
 def padded_sizes(largest: int) -> list[int]:

@@ -93,6 +93,9 @@ def resolve(
         graph_batch_sizes=choices.add(
             "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
         ),
+        graph_token_sizes=config.cuda_graph_config.token_sizes(max_num_tokens)
+        if config.cuda_graph_config is not None and kind == "cuda" and backend == "triton"
+        else (),
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,
         seed=choices.add("seed", _seed(config)),

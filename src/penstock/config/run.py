@@ -51,9 +51,10 @@ class RunConfig:
     kv_memory_fraction: float  # of the memory left after weights and activations, on a GPU
     kv_cpu_bytes: int  # pool size on a CPU
     attention_backend: str  # name of an implementation
-    graph_batch_sizes: tuple[int, ...]  # ascending; empty: no CUDA graphs
+    graph_batch_sizes: tuple[int, ...]  # of decodes, ascending; empty: no CUDA graphs
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
+    graph_token_sizes: tuple[int, ...] = ()  # of steps of prompts, ascending; empty: none
     state_interval: int = 2048  # tokens between copies of a recurrent state
     state_copy_share: float = 0.1  # of the cache's memory, for such copies
     state_cpu_bytes: int = 0  # of states and copies on a CPU, beside kv_cpu_bytes

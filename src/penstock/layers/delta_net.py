@@ -166,7 +166,8 @@ def _states(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     if "states" not in batch.plans:
         slots_N, positions_N = batch.slots_T, batch.positions_T
         if batch.num_decodes < batch.num_entries:
-            first_N = batch.query_starts_N1[:-1].long()
+            # An entry that only fills up a CUDA graph may begin behind the last token.
+            first_N = batch.query_starts_N1[:-1].long().clamp(max=batch.num_tokens - 1)
             slots_N, positions_N = slots_N[first_N], positions_N[first_N]
         batch.plans["states"] = slots_N.int(), positions_N > 0
     return cast(tuple[Tensor, Tensor], batch.plans["states"])

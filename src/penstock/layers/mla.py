@@ -34,6 +34,8 @@ _NORM_EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
 
 
 class LatentAttention(CachedLayer):
+    captures_chunks = False  # cached text is brought into another form in as many pieces as it has
+
     """`scale` multiplies the scores."""
 
     def __init__(

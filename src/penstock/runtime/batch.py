@@ -26,6 +26,21 @@ def all_to_device(arrays: list[Int32s], device: torch.device) -> list[Tensor]:
     return list(packed.split([len(array) for array in arrays]))
 
 
+def packed_size(num_entries: int, num_tokens: int) -> int:
+    """Of what `Rows.pack_chunks` makes."""
+    return 4 * num_entries + 1 + 3 * num_tokens
+
+
+def packed_tokens(size: int, num_entries: int) -> int:
+    return (size - 4 * num_entries - 1) // 3
+
+
+def _filled(array: Int32s, size: int, value: int) -> Int32s:
+    filled = np.full(size, value, np.int32)
+    filled[: len(array)] = array
+    return filled
+
+
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
     """One step, ready to run: the model's batch, and which tokens' hidden states become logits."""
@@ -81,26 +96,73 @@ class Rows:
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The tensors of a step with any mix of prompt chunks and decodes."""
-        num_tokens = plan.num_tokens
-        query_starts = np.zeros(len(num_tokens) + 1, np.int32)
-        np.cumsum(num_tokens, out=query_starts[1:])
         sampling = np.flatnonzero(plan.num_logit_rows).astype(np.int32)
-        ids = np.zeros(query_starts[-1], np.int32)
+        arrays = self._host_arrays(plan, plan.num_entries, int(plan.num_tokens.sum()))
+        *tensors, sampling_L = all_to_device([*arrays, sampling], self.device)
+        batch = self._batch(
+            tensors,
+            num_decodes=plan.num_decodes,
+            max_query_len=int(plan.num_tokens.max()),
+            max_kv_len=int(plan.max_kv_lens.max()),
+            cached_lens=tuple(plan.starts[plan.num_decodes :].tolist()),
+        )
+        sampling_rows = sampling_L.long()
+        return StepInputs(
+            batch=batch,
+            rows_L=batch.rows_N.long()[sampling_rows],
+            kv_lens_L=batch.kv_lens_N[sampling_rows],
+            rows=plan.rows[sampling],
+            logit_index_L=(batch.query_starts_N1[1:].long() - 1)[sampling_rows],
+        )
+
+    def pack_chunks(self, plan: StepPlan, num_entries: int, num_tokens: int) -> Int32s:
+        """A step of prompt chunks alone, as `chunk_batch` reads it; both numbers with padding, of
+        which there is one entry at least."""
+        assert plan.num_decodes == 0 and plan.num_entries < num_entries, plan
+        return np.concatenate(self._host_arrays(plan, num_entries, num_tokens))
+
+    def chunk_batch(self, packed: Tensor, num_entries: int, max_kv_len: int) -> ForwardBatch:
+        """What `pack_chunks` made, built on the device."""
+        num_tokens = packed_tokens(packed.shape[0], num_entries)
+        tensors = packed.split([num_entries] * 3 + [num_entries + 1] + [num_tokens] * 3)
+        return self._batch(tensors, num_decodes=0, max_query_len=num_tokens, max_kv_len=max_kv_len)
+
+    def _host_arrays(self, plan: StepPlan, num_entries: int, num_tokens: int) -> list[Int32s]:
+        """Of entries: row, start, tokens and (one more) first token; of tokens: id, entry, offset.
+
+        What the plan does not fill is padding: entries without tokens, tokens of the last of them.
+        """
+        counts = plan.num_tokens
+        query_starts = np.full(num_entries + 1, counts.sum(), np.int32)
+        query_starts[: len(counts)] = np.cumsum(counts) - counts
+        ids = np.zeros(num_tokens, np.int32)
         for i in range(plan.num_decodes, plan.num_entries):
             start = plan.starts[i]
             text = self._texts[int(plan.rows[i])]
-            ids[query_starts[i] : query_starts[i + 1]] = text[start : start + num_tokens[i]]
-        entry_of_token = np.repeat(np.arange(len(num_tokens), dtype=np.int32), num_tokens)
-        offsets = np.arange(len(ids), dtype=np.int32) - query_starts[entry_of_token]
-        rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T, sampling_L = (
-            all_to_device(
-                [
-                    plan.rows, plan.starts, num_tokens, query_starts, ids, entry_of_token, offsets,
-                    sampling,
-                ],
-                self.device,
-            )
-        )  # fmt: skip
+            ids[query_starts[i] : query_starts[i + 1]] = text[start : start + counts[i]]
+        entries = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        offsets = np.arange(len(entries), dtype=np.int32) - query_starts[entries]
+        return [
+            _filled(plan.rows, num_entries, self.padding_row),
+            _filled(plan.starts, num_entries, 0),
+            _filled(counts, num_entries, 0),
+            query_starts,
+            ids,
+            _filled(entries, num_tokens, num_entries - 1),
+            _filled(offsets, num_tokens, 0),
+        ]
+
+    def _batch(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        num_decodes: int,
+        max_query_len: int,
+        max_kv_len: int,
+        cached_lens: tuple[int, ...] = (),
+    ) -> ForwardBatch:
+        """From what `_host_arrays` made. Rows are as long as their entries say from here on."""
+        rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T = tensors
         is_prompt_N = starts_N != FROM_DEVICE
         rows = rows_N.long()
         firsts_N = torch.where(is_prompt_N, starts_N, self.lengths_R[rows])
@@ -112,28 +174,21 @@ class Rows:
         )
         kv_lens_N = firsts_N + counts_N
         self.lengths_R.index_copy_(0, rows, kv_lens_N)
-        sampling_rows = sampling_L.long()
-        return StepInputs(
-            batch=self._with_groups(
-                rows_T,
-                ForwardBatch(
-                    input_ids_T=input_ids_T,
-                    positions_T=positions_T,
-                    slots_T=self._slots(0, rows_T, positions_T),
-                    rows_N=rows_N,
-                    query_starts_N1=query_starts_N1,
-                    kv_lens_N=kv_lens_N,
-                    block_table_RM=self.block_tables[0],
-                    num_decodes=plan.num_decodes,
-                    max_query_len=int(num_tokens.max()),
-                    max_kv_len=int(plan.max_kv_lens.max()),
-                    cached_lens=tuple(plan.starts[plan.num_decodes :].tolist()),
-                ),
+        return self._with_groups(
+            rows_T,
+            ForwardBatch(
+                input_ids_T=input_ids_T,
+                positions_T=positions_T,
+                slots_T=self._slots(0, rows_T, positions_T),
+                rows_N=rows_N,
+                query_starts_N1=query_starts_N1,
+                kv_lens_N=kv_lens_N,
+                block_table_RM=self.block_tables[0],
+                num_decodes=num_decodes,
+                max_query_len=max_query_len,
+                max_kv_len=max_kv_len,
+                cached_lens=cached_lens,
             ),
-            rows_L=rows[sampling_rows],
-            kv_lens_L=kv_lens_N[sampling_rows],
-            rows=plan.rows[sampling],
-            logit_index_L=(query_starts_N1[1:].long() - 1)[sampling_rows],
         )
 
     def build_decode(self, rows: Int32s, max_kv_len: int) -> StepInputs:

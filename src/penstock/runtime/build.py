@@ -26,7 +26,7 @@ from penstock.parallel.parameter import PlacedParameter
 from penstock.quant.choose import choose_schemes
 from penstock.runtime.batch import Rows
 from penstock.runtime.cache_groups import LayerGroup, group_layers
-from penstock.runtime.graphs import CudaGraphs
+from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs, GraphPool
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.memory import MemoryPlan, longest_sequence, make_plan
 from penstock.runtime.model_runner import ModelRunner
@@ -209,17 +209,25 @@ def finish_rank(
         runner.use_tapes(longest_sequence(config, cache))
     if not config.graph_batch_sizes:
         return runner
-    with timeline.phase(f"capture {len(config.graph_batch_sizes)} graphs"):
+    num_graphs = len(config.graph_batch_sizes) + len(config.graph_token_sizes)
+    with timeline.phase(f"capture {num_graphs} graphs"):
         before = torch.cuda.memory_reserved()
-        graphs = CudaGraphs(
-            runner.decode_step(longest_sequence(config, cache)),
+        longest, pool = longest_sequence(config, cache), GraphPool()
+        chunk_graphs = None
+        if config.graph_token_sizes and all(
+            layer.captures_chunks for layer in loaded.model.cache_layers()
+        ):
+            chunk_graphs = ChunkGraphs(runner.chunk_step(longest), config.graph_token_sizes, rows)
+            chunk_graphs.capture(pool)
+        graphs = DecodeGraphs(
+            runner.decode_step(longest),
             config.graph_batch_sizes,
             config.graph_padding,
             rows.padding_row,
             loaded.device,
         )
-        graphs.capture(lambda size: None)
-        runner.use_graphs(graphs)
+        graphs.capture(pool)
+        runner.use_graphs(graphs, chunk_graphs)
         taken = torch.cuda.memory_reserved() - before
     _log.info(
         "graphs took %.2f GiB, %.2f GiB were planned",

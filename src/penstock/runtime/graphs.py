@@ -1,4 +1,8 @@
-"""`CudaGraphs`: decode steps captured once per batch size and replayed with row numbers alone."""
+"""CUDA graphs: steps captured once per size and replayed with new inputs.
+
+`DecodeGraphs` have a size per number of sequences and take row numbers alone, `ChunkGraphs` one per
+number of tokens, for steps of a few prompts whose launches would take longer than the work.
+"""
 
 # N entries of a captured size, V vocabulary
 
@@ -9,24 +13,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.types.step import Int32s
+from penstock.runtime.batch import Rows, packed_size
+from penstock.types.step import Int32s, StepPlan
 
-DecodeStep = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""rows_N -> (logits_NV, kv_lens_N, rows_N as int64)"""
+Outputs = tuple[Tensor, Tensor, Tensor]
+"""logits_NV, kv_lens_N, rows_N as int64"""
+GraphStep = Callable[[Tensor], Outputs]
+"""From rows_N, or from a step of chunks as `Rows` packs it; builds everything on the device and
+waits for nothing."""
+CHUNK_ENTRIES = 4  # of a captured step of chunks; the last one is padding
+
+
+class GraphPool:
+    """The memory that graphs share, which never run at the same time, and the stream of captures.
+
+    Capture the largest first, so that the smaller ones live in the memory it took.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def capture(self, step: GraphStep, inputs: Tensor) -> "_Captured":
+        with torch.cuda.stream(self._stream):
+            step(inputs)  # compiles kernels and grows workspaces outside the capture
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Thread-local: a collective's watchdog thread may ask for its events meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            outputs = step(inputs)
+        return _Captured(graph, inputs, outputs)
 
 
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, Tensor, Tensor]
+    inputs: Tensor
+    outputs: Outputs
+
+    def replay(self, inputs: Int32s) -> Outputs:
+        """The next replay overwrites the outputs, in stream order."""
+        self.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
+        self.graph.replay()
+        return self.outputs
 
 
-class CudaGraphs:
-    """`step` must build everything it needs from `rows_N` on the device, and wait for nothing."""
-
+class DecodeGraphs:
     def __init__(
         self,
-        step: DecodeStep,
+        step: GraphStep,
         sizes: tuple[int, ...],
         may_pad: bool,
         padding_row: int,
@@ -40,39 +78,20 @@ class CudaGraphs:
         self._captured: dict[int, _Captured] = {}
         self.num_replays = 0
 
-    def capture(self, on_captured: Callable[[int], None]) -> None:
-        """Largest first, so that the smaller ones live in the memory it took."""
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+    def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
-            rows_N = self._rows[:size]
-            with torch.cuda.stream(stream):
-                self._step(rows_N)  # compiles kernels and grows workspaces outside the capture
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            # Thread-local: a collective's watchdog thread may ask for its events meanwhile.
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                outputs = self._step(rows_N)
-            self._captured[size] = _Captured(graph, outputs)
-            on_captured(size)
+            self._captured[size] = pool.capture(self._step, self._rows[:size])
 
     def fits(self, num_entries: int) -> bool:
         return self._padded(num_entries) is not None
 
-    def replay(self, rows: Int32s) -> tuple[Tensor, Tensor, Tensor]:
-        """The step's outputs for `rows`. The next replay overwrites them, in stream order."""
+    def replay(self, rows: Int32s) -> Outputs:
         size = self._padded(len(rows))
         assert size is not None
-        padded = torch.full((size,), self._padding_row, dtype=torch.int32, pin_memory=True)
-        padded[: len(rows)] = torch.from_numpy(rows)
-        self._rows[:size].copy_(padded, non_blocking=True)
-        captured = self._captured[size]
-        captured.graph.replay()
+        padded = np.full(size, self._padding_row, np.int32)
+        padded[: len(rows)] = rows
         self.num_replays += 1
-        logits_NV, kv_lens_N, rows_N = captured.outputs
+        logits_NV, kv_lens_N, rows_N = self._captured[size].replay(padded)
         return logits_NV[: len(rows)], kv_lens_N[: len(rows)], rows_N[: len(rows)]
 
     def _padded(self, num_entries: int) -> int | None:
@@ -81,3 +100,27 @@ class CudaGraphs:
             return None
         size = int(self._sizes[at])
         return size if size == num_entries or self._may_pad else None
+
+
+class ChunkGraphs:
+    def __init__(self, step: GraphStep, sizes: tuple[int, ...], rows: Rows) -> None:
+        self._step = step
+        self._sizes = np.array(sorted(sizes), np.int64)
+        self._rows = rows
+        self._captured: dict[int, _Captured] = {}
+
+    def capture(self, pool: GraphPool) -> None:
+        for size in self._sizes[::-1].tolist():
+            packed = np.zeros(packed_size(CHUNK_ENTRIES, size), np.int32)
+            packed[:CHUNK_ENTRIES] = self._rows.padding_row
+            inputs = torch.from_numpy(packed).to(self._rows.device)
+            self._captured[size] = pool.capture(self._step, inputs)
+
+    def fits(self, plan: StepPlan) -> bool:
+        is_small = int(plan.num_tokens.sum()) <= self._sizes[-1]
+        return plan.num_decodes == 0 and plan.num_entries < CHUNK_ENTRIES and is_small
+
+    def replay(self, plan: StepPlan) -> Outputs:
+        """The outputs of all entries, padding included."""
+        size = int(self._sizes[np.searchsorted(self._sizes, int(plan.num_tokens.sum()))])
+        return self._captured[size].replay(self._rows.pack_chunks(plan, CHUNK_ENTRIES, size))

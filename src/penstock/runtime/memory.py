@@ -69,7 +69,8 @@ def make_plan(
         budget = config.kv_cpu_bytes + for_states
     else:
         if config.graph_batch_sizes:
-            share = config.graph_batch_sizes[-1] / config.max_num_tokens
+            largest = max(config.graph_batch_sizes[-1], *config.graph_token_sizes, 0)
+            share = largest / config.max_num_tokens
             graphs = _GRAPH_BASE_BYTES + int(activations * min(1.0, share))
         budget = int(config.kv_memory_fraction * (free - activations - graphs))
         # Keys and values keep half of it, or all they may have.

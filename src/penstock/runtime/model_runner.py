@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.transfer import start_copy_to_host
+from penstock.kernels.transfer import start_copy_to_host, to_device
 from penstock.layers.decoder import Decoder
 from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.batch import Rows, StepInputs
-from penstock.runtime.graphs import CudaGraphs, DecodeStep
+from penstock.runtime.graphs import CHUNK_ENTRIES, ChunkGraphs, DecodeGraphs, GraphStep, Outputs
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.prompt_scores import PromptScorer, PromptScores
 from penstock.runtime.tapes import DecodeTapes
@@ -85,12 +85,14 @@ class ModelRunner:
         self._sampler = sampler
         self._scorer = PromptScorer(rows, model.logits)
         self._mesh = mesh
-        self._graphs: CudaGraphs | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
         self._tapes: DecodeTapes | None = None
         self._forwarded: dict[int, _Forwarded] = {}
 
-    def use_graphs(self, graphs: CudaGraphs) -> None:
+    def use_graphs(self, graphs: DecodeGraphs, chunk_graphs: ChunkGraphs | None) -> None:
         self._graphs = graphs
+        self._chunk_graphs = chunk_graphs
 
     def use_tapes(self, max_kv_len: int) -> None:
         self._tapes = DecodeTapes(lambda batch: self._model.logits(self._model(batch)), max_kv_len)
@@ -111,13 +113,27 @@ class ModelRunner:
         self._scorer.join(plan.joins)
         self._kv.apply(plan.cache_ops)
         if plan.num_decodes < plan.num_entries:
-            forwarded = self._run(plan, self._rows.build(plan))
+            forwarded = self._chunks(plan)
         elif self._graphs is not None and self._graphs.fits(plan.num_entries):
             logits_LV, kv_lens_L, rows_L = self._graphs.replay(plan.rows)
             forwarded = _Forwarded(plan, logits_LV, rows_L, kv_lens_L, plan.rows, None)
         else:
             forwarded = self._decode(plan)
         self._forwarded[plan.step_id] = forwarded
+
+    def _chunks(self, plan: StepPlan) -> _Forwarded:
+        graphs = self._chunk_graphs
+        if graphs is None or self._scorer.is_asked or not graphs.fits(plan):
+            return self._run(plan, self._rows.build(plan))
+        sampling = np.flatnonzero(plan.num_logit_rows)
+        logits_NV, kv_lens_N, rows_N = graphs.replay(plan)
+        if len(sampling) == plan.num_entries:  # the first of the graph's
+            picked: slice | Tensor = slice(len(sampling))
+        else:
+            picked = to_device(sampling, self._rows.device)
+        return _Forwarded(
+            plan, logits_NV[picked], rows_N[picked], kv_lens_N[picked], plan.rows[sampling], None
+        )
 
     def _decode(self, plan: StepPlan) -> _Forwarded:
         inputs = self._rows.build_decode(plan.rows, int(plan.max_kv_lens.max()))
@@ -149,11 +165,24 @@ class ModelRunner:
             self._rows.accept(step.rows_L, token_ids_L)
         return DeviceStep(step.plan, token_ids_L, logprobs, step.scores)
 
-    def decode_step(self, max_kv_len: int) -> DecodeStep:
-        """The step that graphs capture: everything from row numbers to logits."""
+    def chunk_step(self, max_kv_len: int) -> GraphStep:
+        """A step of prompt chunks: everything from packed numbers to logits of all entries."""
 
         @torch.inference_mode()
-        def step(rows_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def step(packed: Tensor) -> Outputs:
+            batch = self._rows.chunk_batch(packed, CHUNK_ENTRIES, max_kv_len)
+            # Of an entry without tokens the first one's: nobody looks at the result.
+            last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)
+            logits_NV = self._model.logits(self._model(batch)[last_N])
+            return logits_NV, batch.kv_lens_N, batch.rows_N.long()
+
+        return step
+
+    def decode_step(self, max_kv_len: int) -> GraphStep:
+        """A step of decodes: everything from row numbers to logits."""
+
+        @torch.inference_mode()
+        def step(rows_N: Tensor) -> Outputs:
             batch = self._rows.decode_batch(rows_N, max_kv_len)
             return self._model.logits(self._model(batch)), batch.kv_lens_N, rows_N.long()
 

@@ -39,6 +39,11 @@ class PromptScorer:
             if join.sampling.prompt_logprobs is not None:
                 self._asked[join.row] = (join.sampling.prompt_logprobs, join.num_prompt)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether any row has ever asked that has not been given to another since."""
+        return bool(self._asked)
+
     def score(self, plan: StepPlan, hidden_TD: Tensor) -> PromptScores | None:
         """What each prompt position of this step says about the prompt token after it."""
         if not self._asked:

@@ -192,6 +192,7 @@ def test_interrupted_download_leaves_nothing_behind(home, tmp_path):
     process = start_use(write_fake_pip(fake, STALL))
     wait_for((fake / "pid").exists)
     assert len(visible(home)) > 1
+    time.sleep(0.5)  # the child may say who it is before its parent's call has returned
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode != 0

@@ -59,7 +59,8 @@ def causal_conv(
 
     entry_N1 = torch.arange(len(slots_N), device=x_TX.device)[:, None]
     position_NP = (ends_N - starts_N - num_past)[:, None] + token_T.new_tensor(range(num_past))
-    state_SPC[slots_N.long()] = inputs(entry_N1, position_NP)
+    has_tokens_N = ends_N > starts_N
+    state_SPC[slots_N.long()[has_tokens_N]] = inputs(entry_N1, position_NP)[has_tokens_N]
     return F.silu(y_TC).to(x_TX.dtype)
 
 
@@ -113,7 +114,8 @@ def gated_delta(
         out_NVD = torch.einsum("nvk,nvkd->nvd", q_NVK, next_NVKD)
         out_TVD[torch.where(is_on_N, at_N, num_tokens)] = out_NVD.to(v_TVD.dtype)
         now_NVKD = torch.where(is_on_N[:, None, None, None], next_NVKD, now_NVKD)
-    state_SVKD[slots_N.long()] = now_NVKD
+    has_tokens_N = ends_N > starts_N
+    state_SVKD[slots_N.long()[has_tokens_N]] = now_NVKD[has_tokens_N]
     return out_TVD[:-1]
 
 
@@ -205,10 +207,11 @@ def gated_delta_torch(
 def _long_entries(
     slots_N: Tensor, has_state_N: Tensor, query_starts_N1: Tensor, num_decodes: int
 ) -> list[tuple[int, int, int, bool]]:
-    """(first token, end, slot, whether it has a state) of each entry that is no decode."""
+    """(first token, end, slot, whether it has a state) of each entry with tokens but decodes."""
     starts = query_starts_N1[num_decodes:].tolist()
     slots, has_state = slots_N[num_decodes:].tolist(), has_state_N[num_decodes:].tolist()
-    return list(zip(starts[:-1], starts[1:], slots, has_state, strict=True))
+    entries = zip(starts[:-1], starts[1:], slots, has_state, strict=True)
+    return [entry for entry in entries if entry[0] < entry[1]]
 
 
 def _step(

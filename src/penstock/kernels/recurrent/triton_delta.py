@@ -184,6 +184,8 @@ def _walk_chunks(
     head, entry = tl.program_id(1), first_entry + tl.program_id(2)
     start = tl.load(starts_ptr + entry)
     end = tl.load(starts_ptr + entry + 1)
+    if start >= end:  # an entry without tokens leaves its slot alone
+        return
     keys = tl.arange(0, BLOCK_K)[:, None]
     cols = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
     row = tl.arange(0, L)
