@@ -191,7 +191,7 @@ FEW = {  # rows, tiles, warps of the first product; of the second, where warps h
     ),
 }
 MXFP4 = {  # warps, slabs, tiles, splits, stages, band; by whether a block has few pairs
-    True: [(4, 1, 2, 1, 3, 1), (4, 2, 1, 1, 3, 1), (4, 2, 2, 1, 3, 1), (4, 1, 2, 2, 3, 1)],
+    True: [(4, 1, 2, 1, 3, 1), (4, 2, 1, 1, 3, 1), (4, 2, 2, 1, 3, 1), (4, 1, 1, 1, 4, 1)],
     False: [(4, 2, 1, 1, 3, 4), (8, 1, 1, 1, 3, 4), (8, 2, 1, 1, 3, 4), (4, 2, 1, 1, 3, 1)],
 }
 GROUPED = {  # outputs, warps, stages, band; by whether a block has few pairs

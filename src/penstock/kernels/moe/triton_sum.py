@@ -1,7 +1,6 @@
 """What the parts of an expert's product have given, and a token's experts, added up.
 
-Legend: T tokens, K experts of a token, P = T * K pairs, F features, D hidden size, N parts of which
-each has some of the inputs.
+Legend: T tokens, K experts of a token, P = T * K pairs, D hidden size, N parts, each of some inputs.
 """
 
 import torch
@@ -9,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.moe.gate import Gate
-from penstock.kernels.moe.triton_tiles import gate_of
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _BLOCK = 1024
@@ -44,35 +41,3 @@ def sum_parts(parts_NPD: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
         num_warps=4, **launch_options(parts_NPD),
     )  # fmt: skip
     return y_TD
-
-
-@triton.jit
-def _gate_parts(
-    parts_ptr, h_ptr, P, F, alpha, shift, limit, N: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """h[pair] = gate(first half of the sum of its parts, second half)."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    pair = tl.program_id(0).to(tl.int64)
-    features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = features < F
-    gate, up = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(N):
-        at = parts_ptr + (part * P + pair) * 2 * F + features
-        gate += tl.load(at, mask=inside, other=0.0)
-        up += tl.load(at + F, mask=inside, other=0.0)
-    h = gate_of(gate, up, alpha, shift, limit)
-    tl.store(h_ptr + pair * F + features, h.to(h_ptr.dtype.element_ty), mask=inside)
-
-
-def gate_parts(parts_NP2F: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
-    num_parts, num_pairs, double = parts_NP2F.shape
-    num_features = double // 2
-    h_PF = torch.empty((num_pairs, num_features), dtype=dtype, device=parts_NP2F.device)
-    block = min(_BLOCK, triton.next_power_of_2(num_features))
-    _gate_parts[(num_pairs, triton.cdiv(num_features, block))](
-        parts_NP2F, h_PF, num_pairs, num_features, gate.alpha, gate.shift, gate.limit,
-        N=num_parts, BLOCK=block, num_warps=4, **launch_options(parts_NP2F),
-    )  # fmt: skip
-    return h_PF
