@@ -1,6 +1,6 @@
 """What the parts of an expert's product have given, and a token's experts, added up.
 
-Legend: T tokens, K experts of a token, P = T * K pairs, D hidden size, N parts, each of some inputs.
+Legend: T tokens, K experts of a token, P = T * K pairs, D hidden size, N parts of some inputs.
 """
 
 import torch
