@@ -1,12 +1,13 @@
 """Penstock's server against other servers on this CPU: same model, prompts and threads, over HTTP.
 
-    python benchmarks/cpu_servers.py penstock generate transformers vllm llama.cpp \\
+    python benchmarks/cpu_servers.py penstock penstock-16 generate transformers vllm llama.cpp \\
         --vllm_python PATH --llama_server PATH [--threads 2] [--rounds 3] [--json FILE]
 
 The servers named run one after the other, never two at once. The model is SmolLM2 135M: Penstock
 and llama.cpp read its GGUF file, the others the same weights unpacked to fp32, which this command
-writes once to FOLDER/smollm2-fp32 (`--folder`). `generate` is no server: it is transformers'
-`generate` in this process.
+writes once to FOLDER/smollm2-fp32 (`--folder`). `penstock-16` is Penstock with `--dtype bfloat16`:
+products with 16 bits of their inputs. `generate` is no server: it is transformers' `generate` in
+this process.
 
 One client sends greedy completions of `--tokens` tokens, end-of-text ignored:
 - decode: one streamed request, tokens after the first per second;
@@ -32,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +86,10 @@ def servers(args: argparse.Namespace, port: int) -> dict[str, Callable[[], Serve
     def extra(name: str) -> list[str]:
         return shlex.split(getattr(args, f"{name}_args"))
 
-    def penstock() -> Server:
+    def penstock(name: str = "penstock", *more: str) -> Server:
         command = [sys.executable, "-m", "penstock", "serve", MODEL, *at, "--num_threads", threads]
         body = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-        return Server("penstock", command + extra("penstock"), MODEL, body)
+        return Server(name, [*command, *more, *extra("penstock")], MODEL, body)
 
     def transformers() -> Server:
         # Without --cb_* its cache takes most of the memory; this is room for all the requests.
@@ -128,6 +130,7 @@ def servers(args: argparse.Namespace, port: int) -> dict[str, Callable[[], Serve
 
     return {
         "penstock": penstock,
+        "penstock-16": partial(penstock, "penstock-16", "--dtype", "bfloat16"),
         "transformers": transformers,
         "vllm": vllm,
         "llama.cpp": llama_cpp,
@@ -370,7 +373,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    known = ("penstock", "generate", "transformers", "vllm", "llama.cpp")
+    known = ("penstock", "penstock-16", "generate", "transformers", "vllm", "llama.cpp")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -77,9 +77,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--wikitext", type=Path)
+    parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
     path = local_folder("smollm2")
-    with LLM(model="smollm2") as llm:
+    with LLM(model="smollm2", dtype=args.dtype) as llm:
         good = [check_greedy(llm, path, args.prompts)] if args.prompts else []
         if args.wikitext:
             good.append(check_perplexity(llm, Tokenizer.from_folder(path), args.wikitext))

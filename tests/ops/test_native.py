@@ -70,6 +70,24 @@ def test_every_op_is_right_on_narrower_vectors(flags, tmp_path, monkeypatch, use
     )
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_coarse_products_keep_16_bits_of_their_inputs(form):
+    torch.manual_seed(1)
+    weight = random_weight(form, 100, 320)
+    x_TI = torch.randn(11, 320) * 10.0 ** torch.randint(-6, 6, (11, 1))
+    fine = packed_linear(x_TI, weight)
+    native.set_coarse(True)
+    try:
+        coarse = packed_linear(x_TI, weight)
+        alone = torch.cat([packed_linear(x, weight) for x in x_TI.split(1)])
+    finally:
+        native.set_coarse(False)
+    assert torch.equal(coarse, alone)
+    errors = (coarse - fine).norm(dim=1) / fine.norm(dim=1)
+    assert errors.max() < 2e-4  # bfloat16 inputs: about 2e-3
+    assert torch.equal(packed_linear(x_TI, weight), fine)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("num_rows", [1, 8, 40])
 def test_the_number_of_threads_does_not_change_a_bit(num_threads, num_rows, threads):

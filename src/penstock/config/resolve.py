@@ -13,6 +13,7 @@ from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_b
 from penstock.types.device import DeviceInfo
 from penstock.types.model_spec import ModelSpec
 
+_HALVES = ("bfloat16", "float16")
 _GIB = 2**30
 _BF16_ARCH = 80  # first GPU generation with fast bfloat16
 _FP8_ARCH = 89  # first one with 8-bit floats
@@ -47,7 +48,9 @@ def resolve(
     kind = choices.add("device", _device(config, device))
     _check_ranks(config, spec, device, kind)
     tp_size = config.tensor_parallel_size
-    dtype = choices.add("dtype", _dtype(config, spec, device, kind))
+    # Codes are multiplied as they are, with inputs in 16 bits if that is asked for.
+    is_coarse = kind == "cpu" and model_path.endswith(".gguf") and config.dtype in _HALVES
+    dtype = choices.add("dtype", _dtype(config, spec, device, kind, is_coarse))
     backend = choices.add("attention_backend", _attention(config, device, kind))
     moe_backend = "none"
     if spec.moe is not None:
@@ -88,6 +91,7 @@ def resolve(
         state_copy_share=kv.mamba_state_cache_fraction,
         state_cpu_bytes=state_cpu_bytes,
         attention_backend=backend,
+        coarse_products=is_coarse,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
         graph_batch_sizes=choices.add(
@@ -134,7 +138,11 @@ def _check_ranks(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind
         )
 
 
-def _dtype(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str) -> Reasoned[str]:
+def _dtype(
+    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, is_coarse: bool
+) -> Reasoned[str]:
+    if is_coarse:
+        return "float32", f"products with 16 bits of their inputs, finer than {config.dtype}"
     if config.dtype != "auto":
         return config.dtype, "set by dtype"
     if kind == "cpu":

@@ -54,6 +54,7 @@ class RunConfig:
     graph_batch_sizes: tuple[int, ...]  # of decodes, ascending; empty: no CUDA graphs
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
+    coarse_products: bool = False  # of packed weights on a CPU: with 16 bits of their inputs
     graph_token_sizes: tuple[int, ...] = ()  # of steps of prompts, ascending; empty: none
     state_interval: int = 2048  # tokens between copies of a recurrent state
     state_copy_share: float = 0.1  # of the cache's memory, for such copies

@@ -82,6 +82,7 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
     if device.type == "cpu":
         with timeline.phase("prepare native ops"):
             native.set_num_threads(config.num_threads)
+            native.set_coarse(config.coarse_products)
     else:
         triton_cache.use_cache_folder()
     for choice in config.choices:

@@ -72,6 +72,19 @@ def test_defaults_on_a_gpu():
     assert config.kv_dtype == "bfloat16"
 
 
+def test_codes_on_a_cpu_are_multiplied_with_16_bits_where_asked():
+    for asked, path, expected in (
+        ("bfloat16", "/models/m.gguf", ("float32", True)),
+        ("auto", "/models/m.gguf", ("float32", False)),
+        ("float32", "/models/m.gguf", ("float32", False)),
+        ("bfloat16", "/models/m", ("bfloat16", False)),
+    ):
+        config = resolve(EngineConfig(model="m", dtype=asked), make_spec(), CPU, path)
+        assert (config.dtype, config.coarse_products) == expected
+    config = resolve(EngineConfig(model="m", dtype="bfloat16"), make_spec(), GPU, "/models/m.gguf")
+    assert (config.dtype, config.coarse_products) == ("bfloat16", False)
+
+
 def test_defaults_on_a_cpu():
     config = run(CPU)
     assert (config.device, config.dtype, config.attention_backend) == ("cpu", "float32", "sdpa")

@@ -35,6 +35,12 @@ def load(path: Path) -> ctypes.CDLL:
     return loaded
 
 
+def set_coarse(is_coarse: bool) -> None:
+    """Whether products with packed weights may take 16 bits of their inputs instead of 23."""
+    if (loaded := library()) is not None:
+        loaded.set_coarse(is_coarse)
+
+
 def set_num_threads(count: int) -> None:
     """How many threads share the work of an op: as many as torch had when the library was loaded,
     unless said here."""

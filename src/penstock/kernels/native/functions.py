@@ -5,6 +5,7 @@ import ctypes
 # p pointer (0 is NULL), i int64, f float. All return nothing.
 FUNCTIONS = {
     "set_num_threads": "i",
+    "set_coarse": "i",
     "packed_linear": "pii pp pi iiii",
     "packed_rows": "pi p pi iiii",
     "rms_norm": "pi pp pp iif",
@@ -17,7 +18,8 @@ FUNCTIONS = {
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _C_TYPES = {"p": "void *", "i": "int64_t", "f": "float"}
-_RECORDED = [name for name in FUNCTIONS if name not in ("set_num_threads", "run_calls")]
+_SETTINGS = ("set_num_threads", "set_coarse")
+_RECORDED = [name for name in FUNCTIONS if name not in (*_SETTINGS, "run_calls")]
 
 NUMBERS = {name: number for number, name in enumerate(_RECORDED)}
 """By which a list of calls names a function."""

@@ -2,7 +2,8 @@
 
 #include "packed.h"
 
-/* share_out(product, form, chunk) does a product, multiply(job, first, last, form) a part of it. */
+/* share_out(product, form, limbs, chunk) does a product, multiply(job, first, last, form, limbs) a
+   part of it; `limbs` says how exactly inputs are taken where they become whole numbers. */
 #if defined(__AVX512VNNI__)
 #include "product_limbs.h"
 #else
@@ -13,14 +14,22 @@
 enum { U4_HALF, U4_FLOAT, I8_HALF, I8_FLOAT };
 static const Form forms[] = {{4, 32, 2}, {4, 32, 4}, {8, 32, 2}, {8, 16, 4}};
 
-#define VERSION(name, ...)                                         \
-  static void name(const void *job, int64_t first, int64_t last) { \
-    multiply(job, first, last, (Form){__VA_ARGS__});               \
+#define VERSION(name, ...)                                                 \
+  static void name##_fine(const void *job, int64_t first, int64_t last) {   \
+    multiply(job, first, last, (Form){__VA_ARGS__}, 3);                     \
+  }                                                                         \
+  static void name##_coarse(const void *job, int64_t first, int64_t last) { \
+    multiply(job, first, last, (Form){__VA_ARGS__}, 2);                     \
   }
-VERSION(multiply_u4_half, 4, 32, 2)
-VERSION(multiply_u4_float, 4, 32, 4)
-VERSION(multiply_i8_half, 8, 32, 2)
-VERSION(multiply_i8_float, 8, 16, 4)
+VERSION(u4_half, 4, 32, 2)
+VERSION(u4_float, 4, 32, 4)
+VERSION(i8_half, 8, 32, 2)
+VERSION(i8_float, 8, 16, 4)
+
+static int is_coarse;
+
+/* Whether 16 bits of an input are enough, for all products that follow. */
+void set_coarse(int64_t coarse) { is_coarse = coarse != 0; }
 
 static int form_of(int64_t bits, int64_t meta_bytes) {
   return bits == 4 ? (meta_bytes == 2 ? U4_HALF : U4_FLOAT)
@@ -31,12 +40,14 @@ static int form_of(int64_t bits, int64_t meta_bytes) {
 void packed_linear(const float *x, int64_t x_stride, int64_t num_rows, const uint8_t *weight,
                    const float *bias, float *y, int64_t y_stride, int64_t num_outputs,
                    int64_t num_inputs, int64_t bits, int64_t meta_bytes) {
-  static const Chunk versions[] = {multiply_u4_half, multiply_u4_float, multiply_i8_half,
-                                   multiply_i8_float};
+  static const Chunk versions[][2] = {{u4_half_fine, u4_half_coarse},
+                                      {u4_float_fine, u4_float_coarse},
+                                      {i8_half_fine, i8_half_coarse},
+                                      {i8_float_fine, i8_float_coarse}};
   const int which = form_of(bits, meta_bytes);
   const Product product = {x, bias, weight, y, x_stride, y_stride, num_rows, num_outputs,
                            num_inputs / forms[which].group};
-  share_out(&product, forms[which], versions[which]);
+  share_out(&product, forms[which], is_coarse ? 2 : 3, versions[which][is_coarse]);
 }
 
 /* out[T, I] = rows `ids` of the packed matrix; an id that has no row gives zeros. */

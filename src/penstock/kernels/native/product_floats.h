@@ -1,4 +1,4 @@
-/* Products with packed weights in fp32, for any processor. */
+/* Products with packed weights in fp32, for any processor; `limbs` makes no difference. */
 
 #ifndef PENSTOCK_PRODUCT_FLOATS_H
 #define PENSTOCK_PRODUCT_FLOATS_H
@@ -112,7 +112,7 @@ INLINE void many_rows(const Product *p, int64_t first, int64_t last, Form form) 
 }
 
 /* Some of the panels, all rows. */
-INLINE void multiply(const void *of, int64_t first, int64_t last, Form form) {
+INLINE void multiply(const void *of, int64_t first, int64_t last, Form form, int limbs) {
   const Job *job = of;
   const Product *p = &job->product;
   first *= PANEL, last = last * PANEL < num_tiles(p) ? last * PANEL : num_tiles(p);
@@ -129,7 +129,7 @@ INLINE void multiply(const void *of, int64_t first, int64_t last, Form form) {
 }
 
 /* The whole product, by as many threads as are worthwhile. */
-static void share_out(const Product *product, Form form, Chunk multiply_tiles) {
+static void share_out(const Product *product, Form form, int limbs, Chunk multiply_tiles) {
   const int64_t num_groups = product->num_groups, num_rows = product->num_rows;
   const int num_summed = num_rows <= ROWS ? (int)num_rows : 0;
   float sums[num_summed * num_groups + 1];

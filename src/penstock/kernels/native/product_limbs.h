@@ -4,7 +4,9 @@
    So X holds x to 2^-23 of the largest input of its group, which is what sums in fp32 keep of it.
    X is three signed bytes, its limbs, and codes are bytes as well. One instruction multiplies 64
    pairs of bytes; three of them do what takes four with floats. Sums of a group are exact, and the
-   result of a row does not depend on the rows beside it. */
+   result of a row does not depend on the rows beside it.
+
+   With two limbs X is at most 2^14 and holds x to 2^-15, where bfloat16 has 2^-9 of x itself. */
 
 #ifndef PENSTOCK_PRODUCT_LIMBS_H
 #define PENSTOCK_PRODUCT_LIMBS_H
@@ -16,7 +18,7 @@
 #include "pool.h"
 
 enum {
-  LIMBS = 3,
+  MAX_LIMBS = 3,
   MAX_GROUP = 32,
   ROWS = 8,                  /* multiplied at once: their sums and the codes fill the registers */
   CACHE_BYTES = 1 << 18,     /* of inputs that stay in the second-level cache beside the weights */
@@ -28,12 +30,13 @@ enum {
 typedef struct {
   float unit, sum;              /* the sum of all x */
   int32_t coarse_sum, fine_sum; /* of all X, which is 256 * coarse + fine */
-  int8_t limbs[LIMBS][MAX_GROUP];
+  int8_t limbs[MAX_LIMBS][MAX_GROUP];
 } Inputs;
 
 typedef struct {
   Product product;
   Form form;
+  int limbs;
   Inputs *inputs; /* [num_rows / ROWS, num_groups, ROWS] */
 } Job;
 
@@ -47,7 +50,7 @@ INLINE float float_of_bits(uint32_t bits) {
   return x;
 }
 
-INLINE void split(const float *x, Form form, Inputs *to) {
+INLINE void split(const float *x, Form form, int limbs, Inputs *to) {
   typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
   const floats to_whole = all(12582912.0f); /* 1.5 * 2^23: rounds to an integer */
   floats most = {}, sums = {};
@@ -59,16 +62,16 @@ INLINE void split(const float *x, Form form, Inputs *to) {
   uint32_t exponent; /* largest < 2^(exponent - 126) */
   memcpy(&exponent, &largest, 4);
   exponent = exponent >> 23 > 22 ? exponent >> 23 : 22;
-  const float per_unit = float_of_bits((275 - exponent) << 23);
-  to->unit = float_of_bits((exponent - 21) << 23), to->sum = sum(sums);
+  const uint32_t bits = 8 * limbs - 3;
+  const float per_unit = float_of_bits((254 + bits - exponent) << 23);
+  to->unit = float_of_bits((exponent - bits) << 23), to->sum = sum(sums);
   ints coarse_sum = {}, fine_sum = {};
   for (int k = 0; k < form.group; k += LANES) {
-    ints third = (ints)(load(x + k) * per_unit + to_whole) - (ints)to_whole;
-    ints second = (third + 128) >> 8, first = (second + 128) >> 8;
-    *(bytes *)(to->limbs[0] + k) = __builtin_convertvector(first, bytes);
-    *(bytes *)(to->limbs[1] + k) = __builtin_convertvector(second, bytes);
-    *(bytes *)(to->limbs[2] + k) = __builtin_convertvector(third, bytes);
-    coarse_sum += second, fine_sum += third - (second << 8);
+    ints rest = (ints)(load(x + k) * per_unit + to_whole) - (ints)to_whole;
+    ints coarse = (rest + 128) >> 8;
+    coarse_sum += coarse, fine_sum += rest - (coarse << 8);
+    for (int limb = limbs - 1; limb >= 0; limb--, rest = (rest + 128) >> 8)
+      *(bytes *)(to->limbs[limb] + k) = __builtin_convertvector(rest, bytes);
   }
   if (form.bits == 8) {
     to->coarse_sum = _mm512_reduce_add_epi32((__m512i)coarse_sum);
@@ -81,7 +84,8 @@ static void split_rows(const void *of, int64_t first, int64_t last) {
   const Product *p = &job->product;
   for (int64_t row = first; row < last; row++)
     for (int64_t g = 0; g < p->num_groups; g++)
-      split(p->x + row * p->x_stride + g * job->form.group, job->form, inputs_of(job, row, g));
+      split(p->x + row * p->x_stride + g * job->form.group, job->form, job->limbs,
+            inputs_of(job, row, g));
 }
 
 /* The codes of inputs k..k + 3, as unsigned bytes: 8-bit ones have 128 added. */
@@ -90,16 +94,33 @@ INLINE __m512i load_bytes(const uint8_t *codes, int k, Form form) {
   return (__m512i)(load_words(codes, k / 8, 0) >> first_bit(k, form) & 0x0f0f0f0f);
 }
 
+/* Four products of each output. */
+INLINE ints add_products(ints sums, __m512i codes, const int8_t *x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  return (ints)_mm512_dpbusd_epi32((__m512i)sums, codes, _mm512_set1_epi32(four));
+}
+
 /* Rows row..row + rows - 1 of one tile. */
-INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, int rows) {
+INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, int limbs,
+                          int rows) {
   const Product *p = &job->product;
   const Inputs *x = inputs_of(job, row, 0);
   const uint8_t *at = p->weight + tile * p->num_groups * record_bytes(form);
   floats total[ROWS] = {};
   for (int64_t g = 0; g < p->num_groups; g++, x += ROWS, at += record_bytes(form)) {
     const uint8_t *codes = at + 2 * TILE * form.meta_bytes;
-    ints coarse[ROWS], fine[ROWS];
-    UNROLL for (int limb = 0; limb < LIMBS; limb++) {
+    ints coarse[ROWS] = {}, fine[ROWS] = {};
+    if (limbs == 2) { /* there are registers for the sums of both */
+      UNROLL for (int k = 0; k < form.group; k += 4) {
+        const __m512i code = load_bytes(codes, k, form);
+        UNROLL for (int r = 0; r < rows; r++) {
+          coarse[r] = add_products(coarse[r], code, x[r].limbs[0] + k);
+          fine[r] = add_products(fine[r], code, x[r].limbs[1] + k);
+        }
+      }
+    }
+    UNROLL for (int limb = 0; limb < (limbs == 2 ? 0 : limbs); limb++) {
       UNROLL for (int r = 0; r < rows; r++) {
         if (limb == 1) coarse[r] = fine[r] << 8;
         if (limb == 2) coarse[r] += fine[r];
@@ -107,18 +128,19 @@ INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, 
       }
       UNROLL for (int k = 0; k < form.group; k += 4) {
         const __m512i code = load_bytes(codes, k, form);
-        UNROLL for (int r = 0; r < rows; r++) {
-          int32_t four;
-          memcpy(&four, x[r].limbs[limb] + k, 4);
-          fine[r] = (ints)_mm512_dpbusd_epi32((__m512i)fine[r], code, _mm512_set1_epi32(four));
-        }
+        UNROLL for (int r = 0; r < rows; r++)
+          fine[r] = add_products(fine[r], code, x[r].limbs[limb] + k);
       }
     }
     const floats scale = load_meta(at, 0, form);
     const floats minimum = load_meta(at + TILE * form.meta_bytes, 0, form);
     UNROLL for (int r = 0; r < rows; r++) {
-      floats whole; /* the sum of code * X, which fits in 32 bits if codes have 4 */
-      if (form.bits == 4) {
+      floats whole; /* the sum of code * X: only 8 bits and three limbs do not fit in 32 bits */
+      if (limbs == 2) {
+        ints sums = (coarse[r] << 8) + fine[r];
+        if (form.bits == 8) sums -= 128 * (256 * x[r].coarse_sum + x[r].fine_sum);
+        whole = __builtin_convertvector(sums, floats);
+      } else if (form.bits == 4) {
         whole = __builtin_convertvector((coarse[r] << 8) + fine[r], floats);
       } else {
         coarse[r] -= 128 * x[r].coarse_sum, fine[r] -= 128 * x[r].fine_sum;
@@ -133,26 +155,26 @@ INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, 
 }
 
 /* Some of the tiles, all rows. */
-INLINE void multiply(const void *of, int64_t first, int64_t last, Form form) {
+INLINE void multiply(const void *of, int64_t first, int64_t last, Form form, int limbs) {
   const Job *job = of;
   const int64_t num_rows = job->product.num_rows;
   for (int64_t tile = first; tile < last; tile++) {
     int64_t row = 0;
-    for (; row + 8 <= num_rows; row += 8) multiply_tile(job, tile, row, form, 8);
-    if (num_rows & 4) multiply_tile(job, tile, row, form, 4), row += 4;
-    if (num_rows & 2) multiply_tile(job, tile, row, form, 2), row += 2;
-    if (num_rows & 1) multiply_tile(job, tile, row, form, 1);
+    for (; row + 8 <= num_rows; row += 8) multiply_tile(job, tile, row, form, limbs, 8);
+    if (num_rows & 4) multiply_tile(job, tile, row, form, limbs, 4), row += 4;
+    if (num_rows & 2) multiply_tile(job, tile, row, form, limbs, 2), row += 2;
+    if (num_rows & 1) multiply_tile(job, tile, row, form, limbs, 1);
   }
 }
 
 /* The whole product, by as many threads as are worthwhile. */
-static void share_out(const Product *product, Form form, Chunk multiply_tiles) {
+static void share_out(const Product *product, Form form, int limbs, Chunk multiply_tiles) {
   const int64_t num_inputs = product->num_groups * form.group;
   const int64_t row_bytes = product->num_groups * sizeof(Inputs);
   int64_t block = CACHE_BYTES / row_bytes / ROWS * ROWS;
   block = block > MIN_ROW_BLOCK ? block : MIN_ROW_BLOCK;
   block = block < product->num_rows ? block : (product->num_rows + ROWS - 1) / ROWS * ROWS;
-  Job job = {*product, form, malloc(block * row_bytes)};
+  Job job = {*product, form, limbs, malloc(block * row_bytes)};
   if (!job.inputs) abort();
   for (int64_t row = 0; row < product->num_rows; row += block) {
     Product *part = &job.product;
