@@ -100,7 +100,7 @@ def test_greedy_tokens_are_those_of_transformers(served: str) -> None:
 def test_penstock_eval_finds_the_skills(served: str, tmp_path: Path) -> None:
     output = tmp_path / "scores.json"
     command = [sys.executable, "-m", "penstock", "eval", served, "--task", "skills"]
-    command += ["--limit", "15", "--min_score", "0.9", "--output", str(output)]
+    command += ["--limit", "40", "--min_score", "0.9", "--output", str(output)]
     command += ["--set", "device=cpu", "--set", "max_seq_len=1024", "--set", "num_threads=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -108,8 +108,7 @@ def test_penstock_eval_finds_the_skills(served: str, tmp_path: Path) -> None:
     assert len(groups) == 13
     learned = json.loads((local_folder(served) / "scores.json").read_text())
     shares = {skill: groups[skill]["score"] for skill in SCORED if learned[skill] >= 0.95}
-    # Two of fifteen may be wrong: what the card says is of more examples.
-    assert len(shares) >= 3 and min(shares.values()) >= 13 / 15, shares
+    assert len(shares) >= 3 and min(shares.values()) >= 0.9, shares
 
 
 def test_gpt_oss_over_http_tells_thoughts_from_answers() -> None:

@@ -41,10 +41,10 @@ from penstock.kernels.moe import (  # noqa: E402
 from penstock.kernels.moe.triton_experts import (  # noqa: E402
     GroupedConfig,
     experts_grouped,
-    rows_per_block,
 )
 from penstock.kernels.moe.triton_few import MAX_FEW, FewConfig, experts_few  # noqa: E402
 from penstock.kernels.moe.triton_mxfp4 import Mxfp4Config, experts_mxfp4  # noqa: E402
+from penstock.kernels.moe.triton_sort import rows_per_block  # noqa: E402
 
 DEVICE = torch.device("cuda")
 READ_TBPS, TFLOPS = 4.52, {4: 745.0, 8: 1254.0, 16: 745.0}

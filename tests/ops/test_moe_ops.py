@@ -12,6 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
+from penstock.errors import ConfigError
 from penstock.kernels.moe import (
     SILU,
     Gate,
@@ -200,14 +201,18 @@ def test_clamped_experts_with_biases_are_those_of_gpt_oss():
 
 @pytest.mark.parametrize("num_groups", [1, 4, 5, 90])
 def test_mxfp4_is_unpacked_as_transformers_does(num_groups):
-    """Every byte, every scale up to 2^33; also those that lie in bfloat16's smallest numbers."""
+    """Every byte, every scale; also those that lie in bfloat16's smallest and largest numbers."""
     blocks = torch.arange(256, dtype=torch.uint8).repeat(3 * 16 * num_groups)
     blocks = blocks[torch.randperm(len(blocks))].view(3, 256, num_groups, 16)
-    scales = torch.arange(161, dtype=torch.uint8).repeat(5 * num_groups + 1)
+    scales = torch.arange(255, dtype=torch.uint8).repeat(4 * num_groups + 1)
     scales = scales[torch.randperm(len(scales))][: 3 * 256 * num_groups].view(3, 256, num_groups)
     expected = convert_moe_packed_tensors(blocks, scales).mT
     found = mxfp4_values(blocks.flatten(2), scales).bfloat16()
     assert torch.equal(found, expected)
+    with pytest.raises(ConfigError, match=r"scale of 254, 2\^127"):
+        pack_mxfp4(blocks.flatten(2), scales)
+    scales = scales.clamp(max=160)
+    expected = convert_moe_packed_tensors(blocks, scales).mT
     packed = pack_mxfp4(blocks.flatten(2), scales)
     assert (packed.num_outputs, packed.num_inputs) == (256, 32 * num_groups)
     for slot in range(3):

@@ -56,6 +56,9 @@ def resolve(
     if spec.moe is not None:
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
+    graph_batch_sizes = choices.add(
+        "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
+    )
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
     kv_block = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
     kv_cpu_bytes = state_cpu_bytes = 0
@@ -94,11 +97,9 @@ def resolve(
         coarse_products=is_coarse,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
-        graph_batch_sizes=choices.add(
-            "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
-        ),
+        graph_batch_sizes=graph_batch_sizes,
         graph_token_sizes=config.cuda_graph_config.token_sizes(max_num_tokens)
-        if config.cuda_graph_config is not None and kind == "cuda" and backend == "triton"
+        if config.cuda_graph_config is not None and graph_batch_sizes
         else (),
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,

@@ -9,6 +9,8 @@ import torch
 
 from penstock.types.device import DeviceInfo
 
+_H200_SMS = 132
+
 
 @functools.cache
 def probe() -> DeviceInfo:
@@ -30,6 +32,11 @@ def probe() -> DeviceInfo:
         triton_version=_triton_version(),
         cuda_version=torch.version.cuda,
     )
+
+
+def num_places() -> int:
+    """Multiprocessors of this GPU; of an H200 where there is none to ask."""
+    return probe().num_sms or _H200_SMS
 
 
 def _probe_cpu() -> DeviceInfo:

@@ -19,6 +19,7 @@ from penstock.parallel.collectives import all_reduce
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Span, split, split_groups
 from penstock.quant.scheme import ExpertsScheme, ExpertsShape
+from penstock.types.model_spec import ModelSpec
 
 
 def in_dtype_without_loss(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,3 +179,23 @@ class MoE(nn.Module):
             shared_TD = self.shared(converted(x_TD, wanted), batch)
             y_TD = add_shared(y_TD, shared_TD, x_TD, self.shared_gate)
         return y_TD
+
+
+def experts_or_mlp(spec: ModelSpec, layer: int, build: Build) -> GatedMLP | MoE:
+    """What most models with experts have in a layer: those, or where the spec says so an MLP.
+
+    The shared expert, where there is one, has a gate.
+    """
+    moe = spec.moe
+    assert moe is not None
+    if not moe.layers[layer]:
+        return GatedMLP(spec.hidden_size, spec.intermediate_size, bias=False, build=build)
+    return MoE(
+        spec.hidden_size,
+        moe.num_experts,
+        moe.inner_size,
+        routing=Routing(num_active=moe.num_active, renormalize=moe.renormalize),
+        build=build,
+        shared_size=moe.shared_size,
+        shared_gate=moe.shared_size > 0,
+    )

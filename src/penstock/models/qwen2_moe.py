@@ -1,11 +1,9 @@
 """Qwen 1.5 and 2 with experts: Qwen 2's block, with a mixture and a gated shared expert as MLP."""
 
-from penstock.kernels.moe import Routing
 from penstock.layers.attention import Attention
 from penstock.layers.build import Build
 from penstock.layers.decoder import Decoder, DecoderBlock
-from penstock.layers.mlp import GatedMLP
-from penstock.layers.moe import MoE
+from penstock.layers.moe import experts_or_mlp
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, fuse, rules
@@ -34,19 +32,5 @@ class Qwen2MoeForCausalLM(Decoder):
             qkv_bias=spec.attention_bias,
             window=spec.window_of(layer),
         )
-        return DecoderBlock(spec, build, attention=attention, mlp=self._mlp(spec, layer, build))
-
-    def _mlp(self, spec: ModelSpec, layer: int, build: Build) -> GatedMLP | MoE:
-        moe = spec.moe
-        assert moe is not None
-        if not moe.layers[layer]:
-            return GatedMLP(spec.hidden_size, spec.intermediate_size, bias=False, build=build)
-        return MoE(
-            spec.hidden_size,
-            moe.num_experts,
-            moe.inner_size,
-            routing=Routing(num_active=moe.num_active, renormalize=moe.renormalize),
-            build=build,
-            shared_size=moe.shared_size,
-            shared_gate=True,
-        )
+        mlp = experts_or_mlp(spec, layer, build)
+        return DecoderBlock(spec, build, attention=attention, mlp=mlp)

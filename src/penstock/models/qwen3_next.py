@@ -1,13 +1,11 @@
 """Qwen 3 Next: gated delta nets, every fourth layer gated attention; many small experts behind."""
 
-from penstock.kernels.moe import Routing
 from penstock.layers.attention import Attention
 from penstock.layers.build import Build
 from penstock.layers.cached import CachedLayer
 from penstock.layers.decoder import Decoder, DecoderBlock
 from penstock.layers.delta_net import GatedDeltaNet
-from penstock.layers.mlp import GatedMLP
-from penstock.layers.moe import MoE
+from penstock.layers.moe import experts_or_mlp
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import (
@@ -40,7 +38,7 @@ class Qwen3NextForCausalLM(Decoder):
     weight_rules = WEIGHTS
 
     def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock:
-        mixer, mlp = self._mixer(spec, layer, rope, build), self._mlp(spec, layer, build)
+        mixer, mlp = self._mixer(spec, layer, rope, build), experts_or_mlp(spec, layer, build)
         return DecoderBlock(spec, build, attention=mixer, mlp=mlp)
 
     def _mixer(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> CachedLayer:
@@ -59,19 +57,4 @@ class Qwen3NextForCausalLM(Decoder):
             qk_norm_eps=spec.norm_eps,
             gated=True,
             zero_centred_norms=spec.zero_centred_norms,
-        )
-
-    def _mlp(self, spec: ModelSpec, layer: int, build: Build) -> GatedMLP | MoE:
-        moe = spec.moe
-        assert moe is not None
-        if not moe.layers[layer]:
-            return GatedMLP(spec.hidden_size, spec.intermediate_size, bias=False, build=build)
-        return MoE(
-            spec.hidden_size,
-            moe.num_experts,
-            moe.inner_size,
-            routing=Routing(num_active=moe.num_active, renormalize=moe.renormalize),
-            build=build,
-            shared_size=moe.shared_size,
-            shared_gate=True,
         )

@@ -210,15 +210,16 @@ def finish_rank(
         runner.use_tapes(longest_sequence(config, cache))
     if not config.graph_batch_sizes:
         return runner
-    num_graphs = len(config.graph_batch_sizes) + len(config.graph_token_sizes)
+    token_sizes = config.graph_token_sizes
+    if not all(layer.captures_chunks for layer in loaded.model.cache_layers()):
+        token_sizes = ()
+    num_graphs = len(config.graph_batch_sizes) + len(token_sizes)
     with timeline.phase(f"capture {num_graphs} graphs"):
         before = torch.cuda.memory_reserved()
         longest, pool = longest_sequence(config, cache), GraphPool()
         chunk_graphs = None
-        if config.graph_token_sizes and all(
-            layer.captures_chunks for layer in loaded.model.cache_layers()
-        ):
-            chunk_graphs = ChunkGraphs(runner.chunk_step(longest), config.graph_token_sizes, rows)
+        if token_sizes:
+            chunk_graphs = ChunkGraphs(runner.chunk_step(longest), token_sizes, rows)
             chunk_graphs.capture(pool)
         graphs = DecodeGraphs(
             runner.decode_step(longest),

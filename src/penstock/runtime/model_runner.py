@@ -123,7 +123,7 @@ class ModelRunner:
 
     def _chunks(self, plan: StepPlan) -> _Forwarded:
         graphs = self._chunk_graphs
-        if graphs is None or self._scorer.is_asked or not graphs.fits(plan):
+        if graphs is None or not graphs.fits(plan) or self._scorer.is_asked(plan):
             return self._run(plan, self._rows.build(plan))
         sampling = np.flatnonzero(plan.num_logit_rows)
         logits_NV, kv_lens_N, rows_N = graphs.replay(plan)

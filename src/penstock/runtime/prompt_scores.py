@@ -39,10 +39,9 @@ class PromptScorer:
             if join.sampling.prompt_logprobs is not None:
                 self._asked[join.row] = (join.sampling.prompt_logprobs, join.num_prompt)
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether any row has ever asked that has not been given to another since."""
-        return bool(self._asked)
+    def is_asked(self, plan: StepPlan) -> bool:
+        """Whether a row of this step has asked."""
+        return bool(self._asked) and any(row in self._asked for row in plan.rows.tolist())
 
     def score(self, plan: StepPlan, hidden_TD: Tensor) -> PromptScores | None:
         """What each prompt position of this step says about the prompt token after it."""

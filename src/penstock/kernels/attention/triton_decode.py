@@ -27,14 +27,13 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams
-from penstock.kernels.device import probe
+from penstock.kernels.device import num_places
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
 NO_WINDOW = 1 << 30
 _MIN_WAVES, _MANY_WAVES = 1.25, 3.5  # H200: 16, 24, 32 and 64 sequences with 8 kv heads
-_USUAL_PLACES = 132  # multiprocessors of an H200, where there is no GPU to ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Load(enum.IntEnum):
 
 
 def load_of(num_entries: int, num_kv_heads: int) -> Load:
-    num_waves = num_entries * num_kv_heads / (probe().num_sms or _USUAL_PLACES)
+    num_waves = num_entries * num_kv_heads / num_places()
     if num_waves < _MIN_WAVES:
         return Load.FEW
     return Load.WAVE if num_waves < _MANY_WAVES else Load.MANY

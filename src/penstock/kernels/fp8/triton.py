@@ -230,40 +230,20 @@ def rms_norm_fp8_triton(
     return out_TD, scales, sum_TD
 
 
-@fp8_linear.impl(
+fp8_linear.impl(
     "gemv",
     needs=arch(89),
     fits=lambda x_TI, scale, weight_OI, weight_scale, bias_O, dtype: (
         0 < x_TI.shape[0] <= (MAX_GEMV_TOKENS, _MAX_BLOCK_GEMV_TOKENS)[weight_scale.dim() - 1]
     ),
-)
-def fp8_linear_gemv(
-    x_TI: Tensor,
-    scale: Tensor,
-    weight_OI: Tensor,
-    weight_scale: Tensor,
-    bias_O: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return gemv(x_TI, scale, weight_OI, weight_scale, bias_O, dtype)
-
-
-@fp8_linear.impl(
+)(gemv)
+fp8_linear.impl(
     "tiles",
     needs=arch(90),
     fits=lambda x_TI, scale, weight_OI, weight_scale, bias_O, dtype: (
         weight_scale.dim() == 1 and is_quicker(x_TI.shape[0], weight_OI)
     ),
-)
-def fp8_linear_tiles(
-    x_TI: Tensor,
-    scale: Tensor,
-    weight_OI: Tensor,
-    weight_scale: Tensor,
-    bias_O: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return tiles(x_TI, scale, weight_OI, weight_scale, bias_O, dtype)
+)(tiles)
 
 
 @functools.cache

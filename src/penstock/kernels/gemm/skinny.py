@@ -178,9 +178,9 @@ def gemv(
     weight_scale: Tensor | None,
     bias_O: Tensor | None,
     dtype: torch.dtype,
+    out_scale_1: Tensor | None = None,
     *,
     is_gated: bool = False,
-    out_scale_1: Tensor | None = None,
     config: GemvConfig | None = None,
 ) -> Tensor:
     """x W^T + b in `dtype`, or as `gated_linear`."""
@@ -223,35 +223,9 @@ def dense_linear_tiles(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = 
     return tiles(x_TI, None, weight_OI, None, bias_O, x_TI.dtype)
 
 
-@gated_linear.impl(
+gated_linear.impl(
     "gemv", needs=arch(80), fits=lambda x_TI, *_: 0 < x_TI.shape[0] <= MAX_GEMV_TOKENS
+)(functools.partial(gemv, is_gated=True))
+gated_linear.impl("tiles", needs=arch(80), fits=lambda x_TI, *_: 0 < x_TI.shape[0] <= MAX_TOKENS)(
+    functools.partial(tiles, is_gated=True)
 )
-def gated_linear_gemv(
-    x_TI: Tensor,
-    scale: Tensor | None,
-    weight_2FI: Tensor,
-    weight_scale: Tensor | None,
-    bias_2F: Tensor | None,
-    dtype: torch.dtype,
-    out_scale_1: Tensor | None,
-) -> Tensor:
-    return gemv(
-        x_TI, scale, weight_2FI, weight_scale, bias_2F, dtype,
-        is_gated=True, out_scale_1=out_scale_1,
-    )  # fmt: skip
-
-
-@gated_linear.impl("tiles", needs=arch(80), fits=lambda x_TI, *_: 0 < x_TI.shape[0] <= MAX_TOKENS)
-def gated_linear_tiles(
-    x_TI: Tensor,
-    scale: Tensor | None,
-    weight_2FI: Tensor,
-    weight_scale: Tensor | None,
-    bias_2F: Tensor | None,
-    dtype: torch.dtype,
-    out_scale_1: Tensor | None,
-) -> Tensor:
-    return tiles(
-        x_TI, scale, weight_2FI, weight_scale, bias_2F, dtype,
-        is_gated=True, out_scale_1=out_scale_1,
-    )  # fmt: skip

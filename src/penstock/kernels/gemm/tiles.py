@@ -15,12 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
-from penstock.kernels.device import probe
+from penstock.kernels.device import num_places
 from penstock.kernels.gemm.few import MAX_TOKENS
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _ROWS = 64  # outputs of a program
-_USUAL_PLACES = 132  # multiprocessors of an H200, where there is no GPU to ask
 _MIN_BYTES = 8 << 20  # of a smaller matrix the library's product takes as long
 
 
@@ -39,16 +38,16 @@ def is_quicker(num_tokens: int, weight_OI: Tensor) -> bool:
 
     Programs must fill the device once, or many times; half of it is enough where inputs are few.
     """
-    (num_outputs, num_inputs), num_places = weight_OI.shape, probe().num_sms or _USUAL_PLACES
+    (num_outputs, num_inputs), places = weight_OI.shape, num_places()
     if not 0 < num_tokens <= MAX_TOKENS or weight_OI.nbytes < _MIN_BYTES:
         return False
     num_programs = num_outputs // _ROWS
-    if num_programs >= 8 * num_places:
+    if num_programs >= 8 * places:
         return True
-    if num_inputs % (2 * _ROWS) or num_programs > num_places:
+    if num_inputs % (2 * _ROWS) or num_programs > places:
         return False
-    is_half = num_programs >= num_places * 0.48 and num_inputs <= num_outputs and num_tokens <= 32
-    return is_half or num_programs >= num_places * 0.84
+    is_half = num_programs >= places * 0.48 and num_inputs <= num_outputs and num_tokens <= 32
+    return is_half or num_programs >= places * 0.84
 
 
 @functools.cache
@@ -187,9 +186,9 @@ def tiles(
     weight_scale: Tensor | None,
     bias_O: Tensor | None,
     dtype: torch.dtype,
+    out_scale_1: Tensor | None = None,
     *,
     is_gated: bool = False,
-    out_scale_1: Tensor | None = None,
     config: TilesConfig | None = None,
 ) -> Tensor:
     """x W^T + b in `dtype`, or as `gated_linear`. Scales: one, or one per row."""

@@ -21,7 +21,7 @@ from penstock.kernels.moe import triton_mxfp4  # noqa: F401  registers
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.triton_few import bits_of, check, pointer, scale_strides, stride_of
-from penstock.kernels.moe.triton_sort import sorted_pairs
+from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
 from penstock.kernels.moe.triton_tiles import dot, gate_of
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs
@@ -117,15 +117,6 @@ def _grouped(
     y_at = y_ptr + pairs[None, :] * N + outputs[:, None]
     mask = is_pair[None, :] & is_output[:, None]
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def rows_per_block(num_pairs: int, num_slots: int, format: str) -> int:
-    """About as many as an expert has on average: fewer read weights again, more stay empty.
-
-    Blocks of scales need a second sum for every output, and 128 rows more registers than there are.
-    """
-    most = 64 if format == "fp8 blocks" else 128
-    return min(max(triton.next_power_of_2(num_pairs // num_slots), 16), most)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.kernels import tuned
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
-from penstock.kernels.moe.triton_sort import sorted_pairs
+from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
 from penstock.kernels.moe.triton_tiles import gate_of, halves, mxfp4_pairs
 from penstock.kernels.moe.weights import ExpertWeights
@@ -186,11 +186,6 @@ def _mxfp4(
     tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def rows_per_block(num_pairs: int, num_slots: int) -> int:
-    """About as many as an expert has on average: fewer read weights again, more stay empty."""
-    return min(max(triton.next_power_of_2(num_pairs // num_slots), 16), 128)
-
-
 @functools.cache
 def mxfp4_config(num_outputs: int, num_inputs: int, rows: int, is_gated: bool) -> Mxfp4Config:
     """Few pairs wait for weights: small programs, of which many are on the way; `rows` 1 and so few
@@ -272,7 +267,7 @@ def experts_mxfp4(
     if x_TD.shape[0] <= MAX_UNSORTED:
         rows, pairs_BM, slots_B = 1, None, slots_TK.view(-1)
     else:
-        rows = rows or rows_per_block(num_pairs, num_slots)
+        rows = rows or rows_per_block(num_pairs, num_slots, gate_up.format)
         pairs_BM, slots_B = sorted_pairs(slots_TK, num_slots, rows)
     up_config, down_config = configs or (
         mxfp4_config(gate_up.num_outputs, gate_up.num_inputs, rows, True),

@@ -60,6 +60,15 @@ def _sort(
         tl.store(block_slots_ptr + places // M, chosen, mask=is_pair & (places % M == 0))
 
 
+def rows_per_block(num_pairs: int, num_slots: int, format: str) -> int:
+    """About as many as an expert has on average: fewer read weights again, more stay empty.
+
+    Blocks of scales need a second sum for every output, and 128 rows more registers than there are.
+    """
+    most = 64 if format == "fp8 blocks" else 128
+    return min(max(triton.next_power_of_2(num_pairs // num_slots), 16), most)
+
+
 def sorted_pairs(slots_TK: Tensor, num_slots: int, block: int) -> tuple[Tensor, Tensor]:
     """(pairs_BM, block_slots_B): the pairs in blocks of one slot each; P where there is no pair.
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.kernels.formats import PLAIN, Fp8Groups, Fp8Rows, Fp8Static, InputFormat, Plain
 from penstock.kernels.fp8 import quantize_fp8, weight_values
 
@@ -33,6 +34,7 @@ _WORDS = 16
 _SLOTS_AT_ONCE = 8
 _PLACES = ((0, 1, 2, 9), (3, 4, 5, 12), (6, 7, 8, 15), (13, 10, 11, 14))
 """Of the bits of the four codes of a half, mantissa first, sign last."""
+_MAX_SCALE = 160
 _POWER_BIAS = 94  # 127 - 32 - 1: codes are read as 2^-126 times their value
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes; with the highest bit, negative
 
@@ -107,6 +109,12 @@ def mxfp4_values(blocks_OB: Tensor, scales_OG: Tensor) -> Tensor:
 
 def pack_mxfp4(blocks_SOB: Tensor, scales_SOG: Tensor) -> ExpertWeights:
     """What checkpoints store, in the order that kernels read; some slots at once to save memory."""
+    largest = int(scales_SOG.max()) if scales_SOG.numel() else 0
+    if largest > _MAX_SCALE:
+        raise ConfigError(
+            f"the checkpoint has an MXFP4 scale of {largest}, 2^{largest - 127} (255: NaN); "
+            f"experts are computed with scales up to {_MAX_SCALE}, 2^{_MAX_SCALE - 127}"
+        )
     num_slots, num_outputs, num_groups = scales_SOG.shape
     num_tiles = math.ceil(num_groups * MXFP4_GROUP / TILE)
     shape, device = (num_slots, num_tiles, num_outputs), blocks_SOB.device
@@ -144,7 +152,7 @@ def _packed_words(blocks_SOB: Tensor, num_tiles: int, spread_JC: Tensor) -> Tens
 
 def _packed_powers(scales_SOG: Tensor, num_tiles: int) -> Tensor:
     missing = num_tiles * TILE // MXFP4_GROUP - scales_SOG.shape[-1]
-    powers_SOG = (scales_SOG.int() + _POWER_BIAS).clamp(max=254).to(torch.uint8)
+    powers_SOG = (scales_SOG + _POWER_BIAS).to(torch.uint8)
     powers_SOG = torch.nn.functional.pad(powers_SOG, (0, missing))
     return powers_SOG.view(torch.int32).transpose(1, 2)
 
