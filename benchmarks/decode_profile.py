@@ -142,6 +142,7 @@ def floor_us(label: str, count: float, floors: Floors, batch: int, context: floa
         "_causal_conv": 2 * batch * channels * (2 + 2 * 3),  # in, out, and three inputs before
         "_rms_norm_gated": 3 * 2 * batch * values,
         "_best_of_split": 2 * batch * floors.head.num_outputs,
+        "_sum_blocks": 2 * batch * floors.head.num_outputs,
     }.get(label)
     return None if not num_bytes else count * num_bytes / floors.at.read_bytes_s * 1e6
 

@@ -71,7 +71,7 @@ def measure(port: int, pid: int, log: Path, endpoint: str, args: argparse.Namesp
     body = BODIES[endpoint] | {"model": "m", "max_tokens": args.tokens, "ignore_eos": True}
     requests = [request_bytes(f"/v1/{endpoint}", body)] * args.streams
     before = {one: cpu_seconds(one) for one in front_ends(pid)}
-    seconds, outcomes = read_all(port, requests, args.tokens, args.clients)
+    seconds, outcomes = read_all(port, requests, args.tokens)
     after = {one: cpu_seconds(one) for one in before}
     total = args.streams * args.tokens
     own_us, kernel_us = (
@@ -237,7 +237,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="per stream")
     parser.add_argument("--rate", type=int, default=20000, help="engine's tokens/s; 0: no pause")
     parser.add_argument("--frontends", type=int, nargs="+", default=[1])
-    parser.add_argument("--clients", type=int, default=2, help="processes that read the streams")
     parser.add_argument("--endpoints", nargs="+", default=sorted(BODIES), choices=sorted(BODIES))
     parser.add_argument("--model", default="tiny", help="whose tokenizer is used")
     args = parser.parse_args()

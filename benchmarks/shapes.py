@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.floors import EXPERT_COUNTS
+
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -340,8 +342,6 @@ class Row:
             settings["kv_cache_config"]["dtype"] = "fp8"
         return settings
 
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of one field
 
 _STATIC_FP8 = {"quantization_config": {"quant_algo": "FP8"}}
 

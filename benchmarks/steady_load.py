@@ -2,20 +2,21 @@
 
 Each of `count` slots asks, reads its answer to the end and asks again. The slots begin one after
 the other over the time that one answer takes, so from then on a prompt arrives as often as an
-answer ends, and what is measured is the server among prompts and answers at once. Plain sockets in
-a few processes; an event is counted, not parsed, and is one token.
+answer ends, and what is measured is the server among prompts and answers at once. An event is one
+token.
 """
 
-import selectors
-import socket
+import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from multiprocessing.queues import Queue
 
-_EVENT, _END = b"data: {", b"data: [DONE]\n\n"
-_OK = b"HTTP/1.1 200 OK"
+import uvloop
+
+from penstock.bench.http import HttpClient, HttpError
+from penstock.bench.openai import AnswerReader
+from penstock.bench.records import Answer
 
 
 @dataclass(slots=True)
@@ -27,110 +28,53 @@ class Seen:
     firsts_s: list[float] = field(default_factory=list)  # from asking to the first chunk
     problems: list[str] = field(default_factory=list)
 
-    def add(self, other: "Seen") -> None:
-        self.num_tokens += other.num_tokens
-        self.gaps_s += other.gaps_s
-        self.firsts_s += other.firsts_s
-        self.problems += other.problems
+    def add(self, answer: Answer, begin: float, end: float) -> None:
+        """What of one answer falls between the two times."""
+        if not answer.first_at:
+            return
+        at = answer.first_at
+        if begin <= at < end:
+            self.num_tokens += 1
+            self.firsts_s.append(answer.ttft_s)
+        for gap in answer.gaps_s:
+            at += gap
+            if begin <= at < end:
+                self.num_tokens += 1
+                self.gaps_s.append(gap)
 
 
-@dataclass(slots=True)
-class _Slot:
-    """One client: its requests, one after the other."""
-
-    requests: Sequence[bytes]
-    begins_at: float
-    next: int = 0
-    connection: socket.socket | None = None
-    asked_at: float = 0.0
-    last_at: float = 0.0
-    tail: bytes = b""
-
-    def ask(self, port: int) -> None:
-        self.connection = socket.create_connection(("127.0.0.1", port))
-        self.connection.sendall(self.requests[self.next % len(self.requests)])
-        self.connection.setblocking(False)
-        self.next += 1
-        self.asked_at, self.last_at, self.tail = time.monotonic(), 0.0, b""
-
-
-def load(
-    port: int, requests: Sequence[bytes], count: int, ramp_s: float, watch_s: float, processes: int
-) -> Seen:
+def load(port: int, requests: Sequence[bytes], count: int, ramp_s: float, watch_s: float) -> Seen:
     """`count` slots share `requests`; measured for `watch_s` once all of them run."""
-    context = get_context("spawn")
-    results: Queue[Seen] = context.Queue()
-    begin = time.monotonic() + 5.0  # the readers are up by then
-    readers = []
-    for process in range(processes):
-        slots = [
-            _Slot(requests[i::count], begin + ramp_s * i / count)
-            for i in range(process, count, processes)
-        ]
-        arguments = (port, slots, begin + ramp_s, begin + ramp_s + watch_s, results)
-        readers.append(context.Process(target=_read, args=arguments))
-    for reader in readers:
-        reader.start()
-    total = Seen()
-    for _ in readers:
-        total.add(results.get(timeout=ramp_s + watch_s + 120))
-    for reader in readers:
-        reader.join()
-    return total
+    return uvloop.run(_load(port, requests, count, ramp_s, watch_s))
 
 
-def _read(
-    port: int, slots: list[_Slot], watch_from: float, until: float, results: "Queue[Seen]"
-) -> None:
-    """One process. The clock is the machine's, so it is the same in all of them."""
-    selector, seen = selectors.DefaultSelector(), Seen()
-    waiting = sorted(slots, key=lambda slot: -slot.begins_at)
-    while (now := time.monotonic()) < until and not seen.problems:
-        while waiting and waiting[-1].begins_at <= now:
-            slot = waiting.pop()
-            slot.ask(port)
-            assert slot.connection is not None
-            selector.register(slot.connection, selectors.EVENT_READ, slot)
-        wake_at = min(until, waiting[-1].begins_at) if waiting else until
-        if not selector.get_map():
-            time.sleep(max(0.0, wake_at - now))
-            continue
-        for key, _ in selector.select(max(0.0, wake_at - now)):
-            if _take(key.data, seen, watch_from):
-                slot = key.data
-                selector.unregister(slot.connection)
-                slot.connection.close()
-                slot.ask(port)
-                selector.register(slot.connection, selectors.EVENT_READ, slot)
-    for slot in slots:
-        if slot.connection is not None:
-            slot.connection.close()
-    results.put(seen)
+async def _load(
+    port: int, requests: Sequence[bytes], count: int, ramp_s: float, watch_s: float
+) -> Seen:
+    client, seen, answers = HttpClient(f"http://127.0.0.1:{port}", {}), Seen(), []
 
+    async def slot(index: int) -> None:
+        await asyncio.sleep(ramp_s * index / count)
+        for request in itertools.cycle(requests[index::count]):
+            reader = AnswerReader(is_stream=True)
+            answers.append(reader.answer)
+            await client.exchange(request, reader)
+            reader.end()
 
-def _take(slot: _Slot, seen: Seen, watch_from: float) -> bool:
-    """Whether the answer has ended."""
-    assert slot.connection is not None
-    try:
-        received = slot.connection.recv(1 << 16)
-    except OSError as error:
-        received = str(error).encode()
-    now = time.monotonic()
-    if not slot.tail and not received.startswith(_OK):
-        seen.problems.append(repr(received[:300]))
-        return False
-    carried = slot.tail[1 - len(_EVENT) :] + received  # an event's mark may be cut in two
-    num_new = carried.count(_EVENT)
-    has_ended = _END in slot.tail[-len(_END) :] + received
-    if num_new:
-        if now >= watch_from:
-            seen.num_tokens += num_new
-            if slot.last_at:
-                seen.gaps_s.append(now - slot.last_at)
-            else:
-                seen.firsts_s.append(now - slot.asked_at)
-        slot.last_at = now
-    if not received and not has_ended:
-        seen.problems.append(f"a stream was cut off after {slot.tail!r}")
-    slot.tail = (slot.tail + received)[-64:]
-    return has_ended
+    begun = time.perf_counter()
+    slots = [asyncio.create_task(slot(index)) for index in range(count)]
+    # A slot never ends by itself, so one that is done has failed.
+    ended, _ = await asyncio.wait(
+        slots, timeout=ramp_s + watch_s, return_when=asyncio.FIRST_COMPLETED
+    )
+    for task in slots:
+        task.cancel()
+    await asyncio.gather(*slots, return_exceptions=True)
+    client.close()
+    for task in ended:
+        if not isinstance(error := task.exception(), HttpError):
+            raise AssertionError(f"a slot has ended: {error!r}")
+        seen.problems.append(str(error))
+    for answer in answers:
+        seen.add(answer, begun + ramp_s, begun + ramp_s + watch_s)
+    return seen

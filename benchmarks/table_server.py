@@ -23,7 +23,6 @@ from steady_load import load
 START_TIMEOUT_S = 400.0
 MIN_EARLY_SHARE = 0.95  # of the speed it has in the end
 MIN_STEADY_SHARE, MAX_GAP_RATIO = 0.95, 3.0
-NUM_READERS = 4
 ROUND_TOKENS = range(64, 513, 64)  # answers of one round: eight lengths
 ROUND_PROMPTS, ROUND_IDS = 16, 256  # of each length; ids of a prompt
 
@@ -132,12 +131,12 @@ def steady(row: Row, args: argparse.Namespace) -> dict[str, Any]:
         port = httpx.URL(url).port
         assert port is not None
         complete(url, row, prompts(8, args.prompt, vocab, 2), min(16, args.tokens))
-        seconds, outcomes = read_all(port, requests(count, 0, usage=True), args.tokens, NUM_READERS)
+        seconds, outcomes = read_all(port, requests(count, 0, usage=True), args.tokens)
         problems = [one.problem for one in outcomes if one.problem is not None]
         assert not problems, problems[:3]
         best = count * args.tokens / seconds
         watch_s = max(20.0, seconds)
-        seen = load(port, requests(4 * count, 1, usage=False), count, seconds, watch_s, NUM_READERS)
+        seen = load(port, requests(4 * count, 1, usage=False), count, seconds, watch_s)
     assert not seen.problems, seen.problems[:3]
     rate = seen.num_tokens / watch_s
     gaps_ms = [gap * 1e3 for gap in seen.gaps_s]

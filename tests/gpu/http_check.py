@@ -62,7 +62,7 @@ def whole_seconds(url: str, asked: list[list[int]], num_tokens: int) -> float:
 
 def streamed(server: Server, asked: list[list[int]], num_tokens: int) -> tuple[float, list]:
     requests = [request_bytes("/v1/completions", body(one, num_tokens)) for one in asked]
-    seconds, outcomes = read_all(server.port, requests, num_tokens, min(4, len(asked)))
+    seconds, outcomes = read_all(server.port, requests, num_tokens)
     problems = [one.problem for one in outcomes if one.problem is not None]
     assert not problems, f"{len(problems)} streams failed, such as: {problems[:3]}"
     return seconds, outcomes

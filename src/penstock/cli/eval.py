@@ -1,7 +1,10 @@
 """`penstock eval`: score a model on a task, through an engine of its own or over HTTP."""
 
 import argparse
+import contextlib
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -9,11 +12,14 @@ from rich.console import Console
 from penstock import log
 from penstock.config.load import load_config
 from penstock.errors import ConfigError
-from penstock.eval import report
-from penstock.eval.ask import Endpoint, ask_engine
+from penstock.eval import report, table
+from penstock.eval.ask import Endpoint, Engine
+from penstock.eval.likelihood import Encode
+from penstock.eval.published_run import Results, RunOptions, run_task
 from penstock.eval.task import Example, Task
 from penstock.eval.tasks import TASKS
 from penstock.hub.folder import local_folder
+from penstock.text.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,18 +27,61 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and args.url is None:
         raise ConfigError("name a MODEL to start, or a running server with --url")
     task = TASKS[args.task]
-    examples = choose_examples(task, args.model, args.data, args.limit)
-    max_tokens = args.max_tokens or task.max_tokens
-    if args.url is None:
-        name = args.model
-        config = load_config({"model": args.model}, args.config, args.set)
-        answers = ask_engine(config, examples, max_tokens)
-    else:
-        endpoint = Endpoint(args.url, args.served_model, args.api_key, args.concurrency)
-        name = endpoint.model
-        answers = endpoint.ask(examples, max_tokens)
-    verdicts = report.judge(task, examples, answers)
+    if isinstance(task, Task):
+        examples = choose_examples(task, args.model, args.data, args.limit)
+        with _asker(args) as (name, asker):
+            answers = asker.ask(examples, args.max_tokens or task.max_tokens)
+        return _show_verdicts(args, name, report.judge(task, examples, answers))
+    if args.data is None:
+        raise ConfigError(f"--data is missing: a file, or a folder with {task.file_names[0]}")
+    options = RunOptions(
+        data=args.data,
+        shots=args.shots,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        max_tokens=args.max_tokens,
+        max_input_len=args.max_input_len,
+        apply_chat_template=args.apply_chat_template,
+        system_prompt=args.system_prompt,
+    )
+    with _asker(args) as (name, asker):
+        given = args.tokenizer or args.model or name
+        results = run_task(args.task, task, options, asker, lambda: encoder(given))
+    return show_results(args.task, name, results, args.output, args.min_score)
 
+
+def show_results(
+    task: str, model: str, results: Results, output: Path | None, min_score: float
+) -> int:
+    print(table.as_text(results.scores))
+    if output is not None:
+        record = {
+            "task": task,
+            "model": model,
+            "results": [dataclasses.asdict(score) for score in results.scores],
+            "examples": list(results.examples),
+        }
+        output.write_text(json.dumps(record, indent=1))
+    return 0 if results.scores[0].value >= min_score else 1
+
+
+def encoder(model: str) -> Encode:
+    """As the model's own tokenizer does, with what it puts before every text."""
+    return Tokenizer.from_folder(local_folder(model, weights=False)).encode
+
+
+@contextlib.contextmanager
+def _asker(args: argparse.Namespace) -> Iterator[tuple[str, Engine | Endpoint]]:
+    """A running server where one is named, else an engine of our own; and the model's name."""
+    if args.url is not None:
+        endpoint = Endpoint(args.url, args.served_model, args.api_key, args.concurrency)
+        yield endpoint.model, endpoint
+        return
+    with Engine(load_config({"model": args.model}, args.config, args.set)) as engine:
+        yield args.model, engine
+
+
+def _show_verdicts(args: argparse.Namespace, name: str, verdicts: list[report.Verdict]) -> int:
     console = Console()
     console.print(report.as_table(f"{args.task}: {name}", verdicts))
     if shown := report.failures(verdicts, args.show):

@@ -3,9 +3,9 @@
 Always greedy, all examples at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import httpx
 from rich.console import Console
@@ -14,24 +14,55 @@ from rich.progress import track
 from penstock.api.llm import LLM
 from penstock.config.schema import EngineConfig
 from penstock.errors import BackendError
+from penstock.eval.likelihood import Weighed
 from penstock.eval.task import Answer, Example, answer_of_message, answer_of_output
 from penstock.types.request import ChatOptions
 from penstock.types.sampling import SamplingParams
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_ERROR_CHARS = 500
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
-def ask_engine(config: EngineConfig, examples: Sequence[Example], max_tokens: int) -> list[Answer]:
-    options = [
-        ChatOptions(template_kwargs=example.template_kwargs, tools=example.tools)
-        for example in examples
-    ]
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    with LLM(**config.model_dump(exclude_unset=True)) as llm:
-        outputs = llm.chat([example.messages for example in examples], sampling, options)
-    assert isinstance(outputs, list)
-    return [answer_of_output(output.outputs[0]) for output in outputs]
+class Engine:
+    """An engine of our own, for as long as it is entered."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+
+    def __enter__(self) -> Self:
+        self._llm = LLM(**self._config.model_dump(exclude_unset=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._llm.shutdown()
+
+    def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Answer]:
+        """All of them chats, or all texts to go on with."""
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=example.stop)
+            for example in examples
+        ]
+        if examples[0].prompt:
+            outputs = self._llm.generate([example.prompt for example in examples], params)
+        else:
+            options = [
+                ChatOptions(template_kwargs=example.template_kwargs, tools=example.tools)
+                for example in examples
+            ]
+            outputs = self._llm.chat([example.messages for example in examples], params, options)
+        assert isinstance(outputs, list)
+        return [answer_of_output(output.outputs[0]) for output in outputs]
+
+    def logprobs(self, asked: Sequence[Weighed]) -> list[list[float | None]]:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = self._llm.generate([one.ids for one in asked], params)
+        assert isinstance(outputs, list)
+        return [
+            [None if one is None else one.logprob for one in output.prompt_logprobs or ()]
+            for output in outputs
+        ]
 
 
 class ServerError(BackendError):
@@ -54,15 +85,21 @@ class Endpoint:
         self.model = model or self._first_model()
 
     def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Answer]:
+        return self._each(lambda example: self._ask(example, max_tokens), examples)
+
+    def logprobs(self, asked: Sequence[Weighed]) -> list[list[float | None]]:
+        return self._each(self._logprobs, asked)
+
+    def _each(self, act: Callable[[_T], _R], things: Sequence[_T]) -> list[_R]:
+        """Of all of them, so many at once as may be."""
         console = Console(stderr=True)
         pool = ThreadPoolExecutor(self._concurrency)
         try:
-            answers = pool.map(lambda example: self._ask(example, max_tokens), examples)
             return list(
                 track(
-                    answers,
+                    pool.map(act, things),
                     "examples",
-                    total=len(examples),
+                    total=len(things),
                     console=console,
                     disable=not console.is_terminal,
                 )
@@ -80,19 +117,41 @@ class Endpoint:
     def _ask(self, example: Example, max_tokens: int) -> Answer:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": example.messages,
             "temperature": 0.0,
             "max_tokens": max_tokens,
         }
+        if example.stop:
+            body["stop"] = example.stop
+        if example.prompt:
+            reply = self._send("POST", "/completions", body | {"prompt": example.prompt})
+            return Answer(str(self._found(reply, "choices", 0, "text")).strip())
+        body["messages"] = example.messages
         if example.tools:
             body["tools"] = example.tools
         if example.template_kwargs:
             body["chat_template_kwargs"] = example.template_kwargs
         reply = self._send("POST", "/chat/completions", body)
         try:
-            return answer_of_message(reply["choices"][0]["message"])
+            return answer_of_message(self._found(reply, "choices", 0, "message"))
         except (LookupError, TypeError, AttributeError):
             raise ServerError(f"{self._url} sent a reply without a message: {reply}") from None
+
+    def _logprobs(self, asked: Weighed) -> list[float | None]:
+        body = {"model": self.model, "prompt": asked.ids, "echo": True, "logprobs": 1}
+        reply = self._send("POST", "/completions", body | {"max_tokens": 1, "temperature": 0.0})
+        found = self._found(reply, "choices", 0, "logprobs", "token_logprobs")
+        if len(found) < len(asked.ids):
+            raise ServerError(f"{self._url} does not echo log-probabilities of the prompt")
+        return list(found[: len(asked.ids)])
+
+    def _found(self, reply: Any, *path: str | int) -> Any:
+        found = reply
+        try:
+            for step in path:
+                found = found[step]
+        except (LookupError, TypeError):
+            raise ServerError(f"{self._url} sent a reply without a {path[-1]}: {reply}") from None
+        return found
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:

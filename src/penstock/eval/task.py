@@ -14,10 +14,15 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One question and its known answer; `group` is the row of the report it counts in."""
+    """One question and its known answer; `group` is the row of the report it counts in.
+
+    It is a chat (`messages`) or a text to go on with (`prompt`), up to one of `stop`.
+    """
 
     group: str
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prompt: str = ""
+    stop: tuple[str, ...] = ()
     expected: str
     rule: str  # how an answer is compared with `expected`; its names belong to the task
     tools: tuple[Mapping[str, Any], ...] = ()

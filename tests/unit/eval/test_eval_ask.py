@@ -10,7 +10,7 @@ import pytest
 import tiny_tokenizers
 
 from penstock.config.schema import EngineConfig
-from penstock.eval.ask import Endpoint, ServerError, ask_engine
+from penstock.eval.ask import Endpoint, Engine, ServerError
 from penstock.eval.task import Answer, Example
 from penstock.frontend import engine as engine_module
 
@@ -37,7 +37,8 @@ def test_the_engine_gets_every_example_with_its_own_tools_and_template_arguments
         make_example("cd", tools=(TOOL,)),
         make_example("efgh", template_kwargs={"mood": "dry"}),
     ]
-    answers = ask_engine(EngineConfig(model=str(tmp_path)), examples, max_tokens=6)
+    with Engine(EngineConfig(model=str(tmp_path))) as engine:
+        answers = engine.ask(examples, max_tokens=6)
     assert answers == [Answer("-/-/ab"), Answer("-/look"), Answer("dry/-/")]
 
 

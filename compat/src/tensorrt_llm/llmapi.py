@@ -1,0 +1,8 @@
+"""The names of `tensorrt_llm.llmapi` that have a counterpart."""
+
+from penstock import LLM, SamplingParams
+from penstock.config.graphs import CudaGraphConfig
+from penstock.config.kv_cache import KvCacheConfig
+from penstock.config.moe import MoeConfig
+
+__all__ = ["LLM", "CudaGraphConfig", "KvCacheConfig", "MoeConfig", "SamplingParams"]

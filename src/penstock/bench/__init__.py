@@ -1,0 +1,5 @@
+"""Measures servers over HTTP, and engines of our own.
+
+`datasets` makes the requests, `http` and `openai` send them and read the answers, `load` says when,
+`figures` turns times into numbers, `layout` prints them. `serve` is the whole of it.
+"""

@@ -1,0 +1,115 @@
+"""The flags of `penstock bench throughput`, `latency` and `prepare-dataset`: those of trtllm-bench.
+
+Light like `bench_flags`. What sets a field of the engine is a table, as in `flags`.
+"""
+
+import argparse
+from pathlib import Path
+
+from penstock.cli.flags import Flag, add_flags, without_field
+from penstock.config.trtllm_fields import ignored, rejected
+
+_TEXT_ONLY = rejected("only text models are run")
+_NO_CODE = rejected("code named on the command line is not loaded")
+_NO_LORA = rejected("there are no LoRA adapters yet", -1)
+
+ENGINE_FLAGS: tuple[Flag, ...] = (
+    Flag("max_batch_size", "int", "most sequences in one step"),
+    Flag("max_num_tokens", "int", "most tokens in one step"),
+    Flag("max_seq_len", "int", "most tokens of one request, prompt and answer"),
+    Flag(
+        "kv_cache_free_gpu_mem_fraction kv_cache_free_gpu_memory_fraction",
+        "float",
+        "share of the memory left after loading that the cache takes",
+        path="kv_cache_config.free_gpu_memory_fraction",
+    ),
+    Flag("tp tp_size", "int", "GPUs that share each layer", path="tensor_parallel_size"),
+    Flag("enable_chunked_context", "switch", "the default", path="enable_chunked_prefill"),
+    Flag("revision", "text", "branch, tag or commit of the model"),
+    Flag("dtype", "text", "auto, bfloat16, float16 or float32"),
+    Flag("load_format", "text", "auto, or dummy for random weights"),
+    Flag("num_threads", "int", "CPU threads of each engine process"),
+    Flag("pp pp_size", "int", path="pipeline_parallel_size"),
+    Flag("ep ep_size", "int", path="moe_expert_parallel_size"),
+    Flag("cluster_size", "int", path="moe_cluster_parallel_size"),
+    Flag("beam_width", "int", path="max_beam_width"),
+    Flag("custom_tokenizer", "text"),
+    without_field("backend", "text", ignored("there is one backend", "pytorch")),
+    without_field("engine_dir", "text", rejected("weights are read; there are no built engines")),
+    without_field("custom_module_dirs", "text", _NO_CODE),
+    without_field("medusa_choices", "text", rejected("there is no speculative decoding yet")),
+    without_field("modality", "text", _TEXT_ONLY),
+    without_field("image_data_format", "text", ignored("only text models are run", "pt")),
+    without_field("data_device", "text", ignored("only text models are run", "cuda")),
+    without_field("max_input_len", "int", ignored("it bounds pictures; only text is run", 4096)),
+    without_field("workspace", "text", ignored("nothing is written there")),
+    without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
+)
+PREPARE_FLAGS: tuple[Flag, ...] = (
+    without_field("task_id", "int", _NO_LORA),
+    without_field("rand_task_id", "text", _NO_LORA),
+    without_field("lora_dir", "text", _NO_LORA),
+    without_field("trust_remote_code", "switch", ignored("code of a model is never run", False)),
+)
+
+
+def add_offline_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--model", required=True, help="model to start and measure")
+    parser.add_argument("--model_path", help="its folder, where `--model` is only a name")
+    parser.add_argument("--log_level", default="warning", help=argparse.SUPPRESS)
+    parser.add_argument("--config", "--extra_llm_api_options", metavar="FILE", help="YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    requests = parser.add_argument_group("requests")
+    requests.add_argument("--dataset", type=Path, metavar="FILE", help="JSON lines; default: stdin")
+    requests.add_argument("--dataset_type", choices=("synthetic",), help="instead of a file")
+    requests.add_argument("--target_input_len", type=int, default=128, help="of synthetic ones")
+    requests.add_argument("--target_output_len", type=int, default=128)
+    requests.add_argument("--num_requests", type=int, default=0, help="0: all; 100 synthetic ones")
+    requests.add_argument("--warmup", type=int, default=2, help="requests sent ahead, uncounted")
+    requests.add_argument("--concurrency", type=int, default=-1, help="-1: unlimited")
+    requests.add_argument("--streaming", action="store_true", help="measure first tokens, too")
+    requests.add_argument("--eos_id", type=int, default=-1, help="ends an answer; -1: nothing does")
+    requests.add_argument("--sampler_options", type=Path, metavar="FILE", help="YAML; else greedy")
+    requests.add_argument(
+        "--no_skip_tokenizer_init", action="store_true", help="turn answers into text"
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument("--report_json", type=Path, metavar="FILE")
+    results.add_argument("--output_json", type=Path, metavar="FILE", help="every answer")
+    results.add_argument("--request_json", type=Path, metavar="FILE", help="times of every request")
+    results.add_argument(
+        "--iteration_log", type=Path, metavar="FILE", help="the engine's last steps"
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--disable_chunked_context",
+        dest="enable_chunked_prefill",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="a prompt is computed in one piece",
+    )
+    engine.add_argument("--scheduler_policy", choices=("guaranteed_no_evict", "max_utilization"))
+    add_flags(engine, ENGINE_FLAGS)
+
+
+def add_prepare_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=("token-norm-dist", "token-unif-dist", "real-dataset"))
+    parser.add_argument("-m", "--model", "--tokenizer", required=True, help="whose tokens count")
+    parser.add_argument("--model_path", help="its folder, where `--model` is only a name")
+    parser.add_argument("--output", type=Path, default=Path("preprocessed_dataset.json"))
+    parser.add_argument("--stdout", action="store_true", help="print instead")
+    parser.add_argument("--random_seed", type=int, default=420)
+    parser.add_argument("--num_requests", type=int, default=100)
+    parser.add_argument("--log_level", default="warning", help=argparse.SUPPRESS)
+    normal = parser.add_argument_group("token-norm-dist")
+    uniform = parser.add_argument_group("token-unif-dist")
+    for kind in ("input", "output"):
+        normal.add_argument(f"--{kind}_mean", type=float, default=128.0)
+        normal.add_argument(f"--{kind}_stdev", type=float, default=0.0)
+        uniform.add_argument(f"--{kind}_min", type=int, default=1)
+        uniform.add_argument(f"--{kind}_max", type=int, default=128)
+    real = parser.add_argument_group("real-dataset")
+    real.add_argument("--dataset_path", type=Path, metavar="FILE", help="JSON lines")
+    real.add_argument("--max_input_len", type=int, help="longer questions are left out")
+    real.add_argument("--output_len_dist", metavar="MEAN,STDEV", help="default: the answers' own")
+    add_flags(parser.add_argument_group("of trtllm-bench, ignored or refused here"), PREPARE_FLAGS)
