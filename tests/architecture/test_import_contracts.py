@@ -41,6 +41,12 @@ assert tokenizer.decode(tokenizer.encode("The river", False)) == "The river" and
 import penstock
 assert penstock.LLM.generate and penstock.SamplingParams(temperature=0).is_greedy
 """,
+    "the benchmark's client": """
+import penstock.cli.bench
+from penstock.bench.datasets import DATASETS, DatasetOptions
+from penstock.cli.bench import load_tokenizer
+assert len(DATASETS["random-ids"](DatasetOptions(num_prompts=3), load_tokenizer("tiny"))) == 3
+""",
     "the server": """
 from penstock.server.launch import bind
 bind("127.0.0.1", 0).close()

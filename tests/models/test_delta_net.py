@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,7 +117,8 @@ def load(
     for module in model.modules():
         if isinstance(module, Linear):
             module.use(Unquantized())
-    load_weights(model, folder, None, mesh or RankMesh.single(), progress=False)
+    plain = SimpleNamespace(quantization=None)
+    load_weights(model, folder, plain, mesh or RankMesh.single(), progress=False)
     return ready(model)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from penstock.errors import ConfigError
 from penstock.models.registry import supported_architectures
 from penstock.models.spec import parse_model_spec
-from penstock.types.model_spec import Fp8Spec, MoeSpec, QuantSpec
+from penstock.types.model_spec import CodesSpec, Fp8Spec, MoeSpec, QuantSpec
 
 REAL = Path(__file__).parents[3] / "shared" / "configs"
 BASE = {
@@ -45,10 +45,7 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
         with pytest.raises(ConfigError, match=config["architectures"][0]):
             parse_model_spec(REAL / name)
         return
-    if "NVFP4" in (quantization := _beside(name)):
-        with pytest.raises(ConfigError, match="NVFP4"):
-            parse_model_spec(REAL / name)
-        return
+    quantization = _beside(name)
     spec, theirs = parse_model_spec(REAL / name), AutoConfig.from_pretrained(REAL / name)
     assert spec.architecture == config["architectures"][0]
     assert spec.vocab_size == theirs.vocab_size
@@ -72,7 +69,15 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
     assert spec.layer_windows == tuple(
         theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds
     )
-    if quantization:
+    if "NVFP4" in quantization:
+        excluded = json.loads((REAL / name / "hf_quant_config.json").read_text())["quantization"]
+        assert spec.quantization == QuantSpec(
+            format=None,
+            codes=CodesSpec(layout="nvfp4", bits=4, group=16),
+            excluded=tuple(excluded["exclude_modules"]),
+            cache_dtype="float8_e4m3fn",
+        )
+    elif quantization:
         fp8 = Fp8Spec(weights="tensor", inputs="static")
         assert spec.quantization == QuantSpec(
             format=fp8, excluded=("lm_head",), cache_dtype="float8_e4m3fn"
@@ -274,8 +279,8 @@ def test_unreadable_config_is_a_config_error(tmp_path, text):
 
 
 def test_an_override_of_the_quantisation_wins_over_the_file_beside(tmp_path):
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(ConfigError, match=r"quantised \(NVFP4\).*supported are 8-bit floats"):
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    with pytest.raises(ConfigError, match=r"quantised \(W4A8_AWQ\).*supported are 8-bit floats"):
         parse(tmp_path)
     spec = parse(tmp_path, {"quantization_config": {"quant_algo": "FP8"}})
     assert spec.quantization.format == Fp8Spec(weights="tensor", inputs="static")

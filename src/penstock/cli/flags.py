@@ -41,7 +41,7 @@ class Flag:
         return self.ruling or ruling_of(self.field) or SUPPORTED
 
 
-def _without_field(names: str, kind: Kind, ruling: Ruling) -> Flag:
+def without_field(names: str, kind: Kind, ruling: Ruling) -> Flag:
     return Flag(names, kind, ruling=ruling)
 
 
@@ -49,6 +49,7 @@ _MODEL = (
     Flag("tokenizer", "text", "tokenizer id or folder, when not the model's own"),
     Flag("revision hf_revision", "text", "branch, tag or commit of the model"),
     Flag("dtype", "text", "auto, bfloat16, float16 or float32"),
+    Flag("quantization", "text", "fp8, fp8_block, int8 or nf4: of plain weights, while loading"),
     Flag("load_format", "text", "auto, or dummy for random weights"),
     Flag("skip_tokenizer_init", "switch", "load no tokenizer; prompts are token ids"),
     Flag("chat_template", "text", "Jinja file or template, when not the tokenizer's own"),
@@ -95,7 +96,7 @@ _NO_FOREIGN_CODE = rejected("code named on the command line is not loaded")
 _TEXT_ONLY = ignored("only text models are served")
 _NO_IMAGES = rejected("only text models are served", False)
 _COMPATIBLE = (
-    _without_field("backend", "text", ignored("there is one backend", "pytorch")),
+    without_field("backend", "text", ignored("there is one backend", "pytorch")),
     Flag("trust_remote_code", "switch"),
     Flag("custom_tokenizer", "text"),
     Flag("max_beam_width", "int"),
@@ -106,34 +107,34 @@ _COMPATIBLE = (
     Flag("gpus_per_node", "int"),
     Flag("enable_attention_dp", "switch"),
     Flag("otlp_traces_endpoint", "text"),
-    _without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
-    _without_field(
+    without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
+    without_field(
         "fail_fast_on_attention_window_too_large", "switch", ignored("it has no use here")
     ),
-    _without_field(
+    without_field(
         "generation_config", "text", ignored("only the stop ids are read from it", "trtllm")
     ),
-    _without_field(
+    without_field(
         "allow_request_chat_template", "switch", ignored("the server's template is used", False)
     ),
-    _without_field("num_input_processor_workers", "int", _TEXT_ONLY),
-    _without_field("num_media_load_workers", "int", _TEXT_ONLY),
-    _without_field("media_io_kwargs", "text", _TEXT_ONLY),
-    _without_field("video_pruning_rate", "float", _TEXT_ONLY),
-    _without_field(
+    without_field("num_input_processor_workers", "int", _TEXT_ONLY),
+    without_field("num_media_load_workers", "int", _TEXT_ONLY),
+    without_field("media_io_kwargs", "text", _TEXT_ONLY),
+    without_field("video_pruning_rate", "float", _TEXT_ONLY),
+    without_field(
         "agent_percentage", "float", ignored("requests are not told apart by agent", 0.0)
     ),
-    _without_field("agent_types", "text", ignored("requests are not told apart by agent")),
-    _without_field("report_addr", "text", ignored("the address is in the log")),
-    _without_field("custom_module_dirs", "text", _NO_FOREIGN_CODE),
-    _without_field("middleware", "text", _NO_FOREIGN_CODE),
-    _without_field("post_processor_hook", "text", _NO_FOREIGN_CODE),
-    _without_field("grpc", "switch", rejected("only HTTP is served", False)),
-    _without_field("server_role", "text", _ONE_SERVER),
-    _without_field("disagg_cluster_uri", "text", _ONE_SERVER),
-    _without_field("metadata_server_config_file", "text", _ONE_SERVER),
-    _without_field("visual_gen_args extra_visual_gen_options", "text", _NO_IMAGES),
-    _without_field("enable_visual_gen", "switch", _NO_IMAGES),
+    without_field("agent_types", "text", ignored("requests are not told apart by agent")),
+    without_field("report_addr", "text", ignored("the address is in the log")),
+    without_field("custom_module_dirs", "text", _NO_FOREIGN_CODE),
+    without_field("middleware", "text", _NO_FOREIGN_CODE),
+    without_field("post_processor_hook", "text", _NO_FOREIGN_CODE),
+    without_field("grpc", "switch", rejected("only HTTP is served", False)),
+    without_field("server_role", "text", _ONE_SERVER),
+    without_field("disagg_cluster_uri", "text", _ONE_SERVER),
+    without_field("metadata_server_config_file", "text", _ONE_SERVER),
+    without_field("visual_gen_args extra_visual_gen_options", "text", _NO_IMAGES),
+    without_field("enable_visual_gen", "switch", _NO_IMAGES),
 )
 
 _GROUPS = {
@@ -167,9 +168,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="set any field, such as kv_cache_config.max_tokens=4096; wins over everything",
     )
     for title, flags in _GROUPS.items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            _add(group, flag)
+        add_flags(parser.add_argument_group(title), flags)
+
+
+def add_flags(group: "argparse._ArgumentGroup", flags: Iterable[Flag]) -> None:
+    for flag in flags:
+        _add(group, flag)
 
 
 def _add(group: "argparse._ArgumentGroup", flag: Flag) -> None:
@@ -206,13 +210,15 @@ def normalise(argv: Sequence[str]) -> list[str]:
     return result
 
 
-def settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def settings(
+    args: argparse.Namespace, flags: Sequence[Flag] = FLAGS
+) -> tuple[dict[str, Any], list[str]]:
     """The given flags in the shape of the YAML file, and a line for each that has no effect."""
     values: dict[str, Any] = {}
     warnings: list[str] = []
     if args.model is not None:
         values["model"] = args.model
-    for flag in FLAGS:
+    for flag in flags:
         if not hasattr(args, flag.field):
             continue
         value = getattr(args, flag.field)

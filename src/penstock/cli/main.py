@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
+from penstock.cli.bench_flags import add_benchmark_flags, add_result_flags, add_sweep_flags
+from penstock.cli.eval_flags import add_eval_flags, add_trtllm_eval_flags
 from penstock.cli.flags import add_serve_flags, normalise, refuse_unknown
+from penstock.cli.offline_flags import add_offline_flags, add_prepare_flags
 from penstock.errors import ConfigError, PenstockError
 
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
+_QUANTIZE_FORMATS = ("fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq")
 _TUNED_OPS = ("gemv", "decode", "prefill")
+_OFFLINE = ("throughput", "latency", "prepare-dataset")
+_UNAVAILABLE_BENCHES = ("build", "visual-gen")
 _UNAVAILABLE = ("disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve", "rerank")
 
 
@@ -32,6 +38,31 @@ def trtllm_serve(argv: Sequence[str] | None = None) -> NoReturn:
     if arguments and arguments[0] == "serve":
         del arguments[0]
     _exit(_trtllm_parser, arguments or ["--help"])
+
+
+def benchmark_serving(argv: Sequence[str] | None = None) -> NoReturn:
+    """`python -m tensorrt_llm.serve.scripts.benchmark_serving ...`: `penstock bench serve`."""
+    _exit(_benchmark_parser, sys.argv[1:] if argv is None else argv)
+
+
+def trtllm_bench(argv: Sequence[str] | None = None) -> NoReturn:
+    """`trtllm-bench --model M throughput ...`: `penstock bench`; flags may come before the command.
+
+    Without a command, as in a published cheat sheet, it is `throughput`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = (*_OFFLINE, *_UNAVAILABLE_BENCHES)
+    place = next((i for i, one in enumerate(arguments) if one in commands), None)
+    command = "throughput" if place is None else arguments.pop(place)
+    if command in _UNAVAILABLE_BENCHES:
+        print(f"error: trtllm-bench {command} is not available", file=sys.stderr)
+        raise SystemExit(2)
+    _exit(_parser, ["bench", command, *(arguments or ["--help"])])
+
+
+def trtllm_eval(argv: Sequence[str] | None = None) -> NoReturn:
+    """`trtllm-eval --model M TASK ...`: `penstock eval`."""
+    _exit(_trtllm_eval_parser, (sys.argv[1:] if argv is None else argv) or ["--help"])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +105,11 @@ def _parser() -> _Parser:
 
     _add_eval(commands)
 
+    _add_bench(commands)
+
     _add_tune(commands)
+
+    _add_quantize(commands)
 
     doctor = commands.add_parser("doctor", help="show what this machine has", allow_abbrev=False)
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -82,27 +117,89 @@ def _parser() -> _Parser:
     return parser
 
 
+def _add_quantize(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    command = commands.add_parser(
+        "quantize", help="make a quantised checkpoint of a plain one", allow_abbrev=False
+    )
+    command.add_argument("model", metavar="MODEL", help="name, hub id or folder")
+    command.add_argument(
+        "--format", required=True, choices=_QUANTIZE_FORMATS, help="number format of the weights"
+    )
+    command.add_argument(
+        "--calib", required=True, type=Path, metavar="FILE", help="text that is like what is asked"
+    )
+    command.add_argument("--output", required=True, type=Path, metavar="DIR", help="new folder")
+    command.add_argument(
+        "--eval",
+        type=Path,
+        metavar="FILE",
+        help="text for perplexity; default: the rest of --calib",
+    )
+    command.add_argument("--num_samples", type=int, default=128, help="pieces of text (128)")
+    command.add_argument("--length", type=int, default=512, help="tokens of a piece (512)")
+    command.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
+    command.set_defaults(module="penstock.cli.quantize", parser=command)
+
+
 def _add_eval(commands: "argparse._SubParsersAction[_Parser]") -> None:
     command = commands.add_parser("eval", help="score a model on a task", allow_abbrev=False)
-    command.add_argument("model", nargs="?", metavar="MODEL", help="model to start and score")
-    command.add_argument("--task", choices=("skills",), required=True)
-    command.add_argument("--data", type=Path, metavar="FILE", help="default: in the model's folder")
-    command.add_argument("--limit", type=_positive, metavar="N", help="most examples of each skill")
-    command.add_argument("--max_tokens", type=_positive, metavar="N", help="longest answer")
-    command.add_argument("--output", type=Path, metavar="FILE", help="write every answer as JSON")
-    command.add_argument("--show", type=int, default=0, metavar="N", help="wrong answers per skill")
-    command.add_argument(
-        "--min_score", type=float, default=0.0, metavar="SHARE", help="exit with 1 below this"
-    )
-    engine = command.add_argument_group("MODEL")
-    engine.add_argument("--config", metavar="FILE", help="YAML file with fields of docs/config.md")
-    engine.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
-    server = command.add_argument_group("a running server instead")
-    server.add_argument("--url", help="its address, such as http://localhost:8000")
-    server.add_argument("--model", dest="served_model", help="default: the first one it lists")
-    server.add_argument("--api_key", help="key the server asks for")
-    server.add_argument("--concurrency", type=_positive, default=32, metavar="N")
+    add_eval_flags(command)
     command.set_defaults(module="penstock.cli.eval", parser=command)
+
+
+def _add_bench(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    bench = commands.add_parser("bench", help="measure a server or a model", allow_abbrev=False)
+    kinds = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve = kinds.add_parser("serve", help="load a running server", allow_abbrev=False)
+    _fill_bench_serve(serve)
+    _add_bench_results(kinds)
+    for name, text in (
+        ("throughput", "run requests through an engine, without a server"),
+        ("latency", "the same, one request after the other"),
+    ):
+        offline = kinds.add_parser(name, help=text, allow_abbrev=False)
+        add_offline_flags(offline)
+        offline.set_defaults(module="penstock.cli.offline", parser=offline, command=name)
+    prepare = kinds.add_parser(
+        "prepare-dataset", help="make a file of requests for them", allow_abbrev=False
+    )
+    add_prepare_flags(prepare)
+    prepare.set_defaults(module="penstock.cli.offline", parser=prepare, command="prepare-dataset")
+
+
+def _add_bench_results(kinds: "argparse._SubParsersAction[_Parser]") -> None:
+    sweep = kinds.add_parser("sweep", help="load a server more and more", allow_abbrev=False)
+    add_benchmark_flags(sweep)
+    add_sweep_flags(sweep)
+    sweep.set_defaults(module="penstock.cli.bench", parser=sweep, command="sweep")
+    for name, text, number in (
+        ("compare", "put two results side by side", 2),
+        ("report", "draw results as an HTML page", "+"),
+    ):
+        command = kinds.add_parser(name, help=text, allow_abbrev=False)
+        command.add_argument(
+            "results", nargs=number, type=Path, metavar="PATH", help="result file, or a folder"
+        )
+        command.add_argument("-o", "--output", type=Path, metavar="FILE", help="the HTML page")
+        if name == "compare":
+            command.add_argument(
+                "--max_worse", type=float, metavar="SHARE", help="exit with 1 beyond, such as 0.05"
+            )
+        else:
+            command.set_defaults(output=Path("report.html"))
+        command.set_defaults(module="penstock.cli.bench_results", parser=command, command=name)
+
+
+def _fill_bench_serve(parser: _Parser) -> None:
+    add_benchmark_flags(parser)
+    add_result_flags(parser)
+    parser.set_defaults(module="penstock.cli.bench", parser=parser, command="serve")
+
+
+def _benchmark_parser() -> _Parser:
+    parser = _Parser(prog="benchmark_serving", allow_abbrev=False)
+    _fill_bench_serve(parser)
+    return parser
 
 
 def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -136,17 +233,19 @@ def _tuned_ops(text: str) -> tuple[str, ...]:
     return names
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError
-    return value
-
-
 def _trtllm_parser() -> _Parser:
     parser = _Parser(prog="trtllm-serve", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     add_serve_flags(parser)
     parser.set_defaults(module="penstock.cli.serve", parser=parser, needs_model=True)
+    return parser
+
+
+def _trtllm_eval_parser() -> _Parser:
+    parser = _Parser(prog="trtllm-eval", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    add_trtllm_eval_flags(parser)
+    parser.set_defaults(module="penstock.cli.trtllm_eval", parser=parser)
     return parser
 
 

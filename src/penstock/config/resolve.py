@@ -11,7 +11,7 @@ from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import Fp8Spec, ModelSpec, QuantSpec
 
 _HALVES = ("bfloat16", "float16")
 _GIB = 2**30
@@ -52,6 +52,7 @@ def resolve(
     is_coarse = kind == "cpu" and model_path.endswith(".gguf") and config.dtype in _HALVES
     dtype = choices.add("dtype", _dtype(config, spec, device, kind, is_coarse))
     backend = choices.add("attention_backend", _attention(config, device, kind))
+    quantization = _quantization(config, spec, device, kind, model_path)
     moe_backend = "none"
     if spec.moe is not None:
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
@@ -95,6 +96,7 @@ def resolve(
         state_cpu_bytes=state_cpu_bytes,
         attention_backend=backend,
         coarse_products=is_coarse,
+        quantization=quantization,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
         graph_batch_sizes=graph_batch_sizes,
@@ -151,6 +153,41 @@ def _dtype(
     if spec.dtype == "bfloat16" and device.arch < _BF16_ARCH:
         return "float16", f"sm_{device.arch} has no fast bfloat16"
     return spec.dtype, "the checkpoint's"
+
+
+def _quantization(
+    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, model_path: str
+) -> str | None:
+    """What is asked for, where checkpoint and device have it."""
+    asked, found = config.quantization, spec.quantization
+    is_quantized = found is not None and (found.format is not None or found.codes is not None)
+    if asked is not None and (is_quantized or model_path.endswith(".gguf")):
+        raise ConfigError(
+            f"quantization is {asked}, but the checkpoint is quantised already; leave it out, or "
+            "name the checkpoint that this one was made of"
+        )
+    if kind == "cuda" and (is_quantized or asked is not None):
+        _check_numbers(asked, found, device)
+    return asked
+
+
+def _check_numbers(asked: str | None, found: QuantSpec | None, device: DeviceInfo) -> None:
+    """Refuse weights that no kernel for this GPU multiplies."""
+    format = found.format if found is not None else None
+    is_fp8 = isinstance(format, Fp8Spec) and format.numbers == "e4m3"
+    what = f"quantization {asked}" if asked else "the checkpoint"
+    if is_fp8 or (asked or "").startswith("fp8"):
+        needed = _FP8_ARCH
+        works = "a plain checkpoint (with quantization int8 or nf4), AWQ, GPTQ, NVFP4 or int8"
+    elif format == "mxfp4":
+        return
+    else:
+        needed, works = _BF16_ARCH, "a plain checkpoint"
+    if device.arch < needed:
+        raise ConfigError(
+            f"{what} needs products that begin with sm_{needed}; this is sm_{device.arch}, where "
+            f"{works} works. On a CPU all of them do (device cpu)"
+        )
 
 
 def _kv_dtype(

@@ -54,6 +54,7 @@ class RunConfig:
     graph_batch_sizes: tuple[int, ...]  # of decodes, ascending; empty: no CUDA graphs
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
+    quantization: str | None = None  # what the plain weights of a checkpoint become while loading
     coarse_products: bool = False  # of packed weights on a CPU: with 16 bits of their inputs
     graph_token_sizes: tuple[int, ...] = ()  # of steps of prompts, ascending; empty: none
     state_interval: int = 2048  # tokens between copies of a recurrent state

@@ -68,6 +68,14 @@ class EngineConfig(StrictModel):
         "CPU. Codes of a GGUF file are multiplied as they are on a CPU: there a format of 16 bits "
         "means that products take 16 bits of their inputs, which is faster and still finer.",
     )
+    quantization: Literal["fp8", "fp8_block", "int8", "nf4"] | None = setting(
+        None,
+        "What the weights of a checkpoint that is not quantised become while they are loaded. fp8, "
+        "int8: 8 bits with a scale per output, inputs of the same kind with one per token. "
+        "fp8_block: a scale per 128 x 128 weights and per 128 inputs. nf4: 4 bits with a scale per "
+        "64 weights, inputs as they are. null: nothing; what a checkpoint says of itself is used "
+        "always.",
+    )
     load_format: Literal["auto", "dummy"] = setting(
         "auto",
         "auto: read the checkpoint. dummy: random weights; only config.json is read, and the "

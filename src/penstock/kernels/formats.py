@@ -33,7 +33,17 @@ class Fp8Groups:
     size: int
 
 
-InputFormat = Plain | Fp8Static | Fp8Rows | Fp8Groups
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Static:
+    scale_1: Tensor  # float32, from the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """One scale per token, found from its largest value."""
+
+
+InputFormat = Plain | Fp8Static | Fp8Rows | Fp8Groups | Int8Static | Int8Rows
 PLAIN = Plain()
 
 
@@ -45,4 +55,12 @@ class Fp8:
     scale: Tensor  # float32: [1], [T, 1] or [T, D / size]
 
 
-Activation = Tensor | Fp8
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8:
+    """The same of whole numbers."""
+
+    values_TD: Tensor  # int8
+    scale: Tensor  # float32: [1] or [T, 1]
+
+
+Activation = Tensor | Fp8 | Int8

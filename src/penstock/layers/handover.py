@@ -6,15 +6,20 @@ from torch import Tensor
 
 from penstock.kernels.activation import silu_mul
 from penstock.kernels.formats import (
+    PLAIN,
     Activation,
     Fp8,
     Fp8Groups,
     Fp8Rows,
     Fp8Static,
     InputFormat,
+    Int8,
+    Int8Rows,
+    Int8Static,
     Plain,
 )
 from penstock.kernels.fp8 import quantize_fp8, rms_norm_fp8, silu_mul_fp8
+from penstock.kernels.int8 import quantize_int8
 from penstock.kernels.norm import add_rms_norm, rms_norm
 
 
@@ -27,6 +32,10 @@ def normed(
             if residual_TD is None:
                 return rms_norm(x_TD, weight_D, eps), x_TD
             return add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        case Int8Rows() | Int8Static():
+            normed_TD, sum_TD = normed(x_TD, residual_TD, weight_D, eps, PLAIN)
+            assert isinstance(normed_TD, Tensor)
+            return converted(normed_TD, wanted), sum_TD
     values_TD, scale, sum_TD = rms_norm_fp8(x_TD, residual_TD, weight_D, eps, *_scaling(wanted))
     return Fp8(values_TD, scale), sum_TD
 
@@ -36,6 +45,8 @@ def gated(x_T2F: Tensor, wanted: InputFormat) -> Activation:
     match wanted:
         case Plain():
             return silu_mul(x_T2F)
+        case Int8Rows() | Int8Static():
+            return converted(silu_mul(x_T2F), wanted)
     return Fp8(*silu_mul_fp8(x_T2F, *_scaling(wanted)))
 
 
@@ -43,6 +54,10 @@ def converted(x_TD: Tensor, wanted: InputFormat) -> Activation:
     match wanted:
         case Plain():
             return x_TD
+        case Int8Rows():
+            return Int8(*quantize_int8(x_TD, None))
+        case Int8Static(scale_1):
+            return Int8(*quantize_int8(x_TD, scale_1))
     return Fp8(*quantize_fp8(x_TD, *_scaling(wanted)))
 
 

@@ -1,11 +1,13 @@
 """Parameters that know which checkpoint tensors fill them. Made by layers, filled by `weights/`."""
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from penstock.kernels.coded import Coded
 from penstock.kernels.gemm import Codes, PackedWeight
 from penstock.parallel.shard import Piece, whole
 
@@ -31,6 +33,7 @@ class Source(Protocol):
     def num_bytes(self) -> int: ...
     def read(self, part: tuple[slice, ...]) -> Tensor: ...
     def read_codes(self, part: tuple[slice, ...]) -> Codes | None: ...
+    def read_coded(self, part: tuple[slice, ...], device: torch.device) -> Coded | None: ...
 
 
 class UnreadParameter(PlacedParameter):
@@ -47,6 +50,26 @@ class UnreadParameter(PlacedParameter):
             source.num_bytes * self.pieces[part].num_values // math.prod(source.shape)
             for part, source in self.sources.items()
         )
+
+    def numbers(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The whole matrix, plain."""
+        (matrix,) = self.matrices(1, dtype, device)
+        return matrix
+
+    def matrices(
+        self, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[Tensor]:
+        """One for each slot, plain; random ones where nothing was loaded."""
+        per_slot = len(self.pieces) // num_slots
+        for first in range(0, len(self.pieces), per_slot):
+            matrix = torch.zeros(self.full_shape, dtype=dtype, device=device)
+            if not self.sources:
+                matrix.normal_(0.0, 1 / math.sqrt(self.full_shape[1]))
+            for number in range(first, first + per_slot if self.sources else first):
+                piece = Piece(self.pieces[number].shares[-2:])  # without the slot
+                if not piece.is_empty:
+                    matrix[piece.target] = self.sources[number].read(piece.source).to(device, dtype)
+            yield matrix
 
 
 def new_parameter(

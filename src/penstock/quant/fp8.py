@@ -1,4 +1,4 @@
-"""The scheme of 8-bit floats: weights as the checkpoint stores them, inputs of the same kind.
+"""The scheme of numbers of 8 bits: weights as the checkpoint stores them, inputs of the same kind.
 
 Matrices that are fused keep their own scales. Where those of whole tensors differ, each output gets
 that of its matrix: the numbers stay those of the checkpoint, and a product with a scale per output
@@ -19,10 +19,14 @@ from penstock.kernels.formats import (
     Fp8Rows,
     Fp8Static,
     InputFormat,
+    Int8,
+    Int8Rows,
+    Int8Static,
     Plain,
 )
 from penstock.kernels.fp8 import BLOCK, fp8_linear, weight_values
 from penstock.kernels.gemm import gated_linear
+from penstock.kernels.int8 import int8_linear
 from penstock.kernels.moe import ExpertWeights
 from penstock.parallel.parameter import PlacedParameter, new_parameter
 from penstock.parallel.shard import Piece, Share, Span
@@ -37,8 +41,9 @@ from penstock.quant.scheme import (
 )
 from penstock.types.model_spec import Fp8Spec
 
-_DUMMY_SPREAD = 64.0  # of random 8-bit weights: seven times this is the largest number
-_DUMMY_INPUT_SCALE = 16 / 448  # random models have activations around one
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+_DUMMY_SPREADS = {"e4m3": 64.0, "int8": 32.0}  # of random weights: such that few are cut
+_DUMMY_INPUT_SCALES = {"e4m3": 16 / 448, "int8": 16 / 127}  # activations of such are around one
 
 
 class Fp8Scheme:
@@ -51,14 +56,15 @@ class Fp8Scheme:
         assert shape.num_padding == 0, shape
         layer.weight = new_parameter(
             (shape.num_outputs, shape.num_inputs),
-            torch.float8_e4m3fn,
+            _DTYPES[self._spec.numbers],
             device,
             matrix_pieces(shape),
-            typical=(0.0, _DUMMY_SPREAD),
+            typical=(0.0, _DUMMY_SPREADS[self._spec.numbers]),
         )
         setattr(layer, self._spec.scale_name, self._weight_scale(shape, device))
         if self._spec.inputs == "static":
-            layer.input_scale = _scale_per_part(shape, device, _DUMMY_INPUT_SCALE)
+            dummy = _DUMMY_INPUT_SCALES[self._spec.numbers]
+            layer.input_scale = _scale_per_part(shape, device, dummy)
         create_bias(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
@@ -80,17 +86,19 @@ class Fp8Scheme:
 
     def input_format(self, layer: Any, num_tokens: int) -> InputFormat:
         scale_1 = layer.input_scale if self._spec.inputs == "static" else None
-        return _input_format(self._spec, scale_1)
+        return input_format(self._spec, scale_1)
 
     def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
-        assert isinstance(x_TI, Fp8)
+        assert isinstance(x_TI, Fp8 | Int8)
+        multiply = fp8_linear if isinstance(x_TI, Fp8) else int8_linear
         bias = layer.bias if add_bias else None
-        return fp8_linear(
+        return multiply(
             x_TI.values_TD, x_TI.scale, layer.weight, layer.weight_scale, bias, layer.dtype
         )
 
     def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
-        assert isinstance(x_TI, Fp8)
+        if not isinstance(x_TI, Fp8):
+            return None
         is_few = gates_with_product(layer, x_TI.values_TD.shape[0])
         if not is_few or layer.weight_scale.dim() == 2 or not isinstance(wanted, Plain | Fp8Static):
             return None
@@ -105,7 +113,7 @@ class Fp8Scheme:
         return weight_values(layer.weight, layer.weight_scale).to(layer.dtype)
 
     def _weight_scale(self, shape: LinearShape, device: torch.device) -> PlacedParameter:
-        dummy = 1 / (_DUMMY_SPREAD * math.sqrt(shape.num_inputs))
+        dummy = 1 / (_DUMMY_SPREADS[self._spec.numbers] * math.sqrt(shape.num_inputs))
         match self._spec.weights:
             case "tensor":
                 return _scale_per_part(shape, device, dummy)
@@ -144,28 +152,34 @@ class Fp8Experts:
             (layer.down, size, features, shape.down_pieces()),
         ):
             part.weight = new_parameter(
-                (num_slots, outputs, inputs), torch.float8_e4m3fn, device, pieces,
-                typical=(0.0, _DUMMY_SPREAD),
+                (num_slots, outputs, inputs), _DTYPES[self._spec.numbers], device, pieces,
+                typical=(0.0, _DUMMY_SPREADS[self._spec.numbers]),
             )  # fmt: skip
             scale = self._weight_scale(num_slots, outputs, inputs, pieces, device)
             setattr(part, self._spec.scale_name, scale)
             if self._spec.inputs == "static":
-                part.input_scale = _scale_per_expert(num_slots, pieces, device, _DUMMY_INPUT_SCALE)
+                dummy = _DUMMY_INPUT_SCALES[self._spec.numbers]
+                part.input_scale = _scale_per_expert(num_slots, pieces, device, dummy)
         create_expert_biases(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
         for part in (layer.gate_up, layer.down):
-            weight, scale = part.weight.detach(), getattr(part, self._spec.scale_name).detach()
-            del part.weight
-            delattr(part, self._spec.scale_name)
-            if self._spec.weights == "tensor":
-                scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
-            input_scale = None
-            if self._spec.inputs == "static":
-                input_scale = part.input_scale.detach().amax().view(1)
-                del part.input_scale
-            inputs = _input_format(self._spec, input_scale)
-            part.weight = ExpertWeights(weight, weight.shape[2], scale.contiguous(), inputs)
+            weight, scale, input_scale = self._loaded(part)
+            inputs = input_format(self._spec, input_scale)
+            part.weight = ExpertWeights(weight, weight.shape[2], scale, inputs)
+
+    def _loaded(self, part: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(values, scales, the scale of static inputs) of what was loaded, and is no more there."""
+        weight, scale = part.weight.detach(), getattr(part, self._spec.scale_name).detach()
+        del part.weight
+        delattr(part, self._spec.scale_name)
+        if self._spec.weights == "tensor":
+            scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
+        input_scale = None
+        if self._spec.inputs == "static":
+            input_scale = part.input_scale.detach().amax().view(1)
+            del part.input_scale
+        return weight, scale.contiguous(), input_scale
 
     def apply(
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
@@ -181,7 +195,7 @@ class Fp8Experts:
         pieces: tuple[Piece, ...],
         device: torch.device,
     ) -> PlacedParameter:
-        dummy = 1 / (_DUMMY_SPREAD * math.sqrt(inputs))
+        dummy = 1 / (_DUMMY_SPREADS[self._spec.numbers] * math.sqrt(inputs))
         match self._spec.weights:
             case "tensor":
                 return _scale_per_expert(num_slots, pieces, device, dummy)
@@ -216,13 +230,15 @@ def _scale_per_expert(
     return new_parameter(size, torch.float32, device, placed, typical=(dummy, 0.0))
 
 
-def _input_format(spec: Fp8Spec, scale_1: Tensor | None) -> InputFormat:
+def input_format(spec: Fp8Spec, scale_1: Tensor | None) -> InputFormat:
+    """What products with weights of this kind want; `scale_1` is that of static inputs."""
+    is_float = spec.numbers == "e4m3"
     match spec.inputs:
         case "static":
             assert scale_1 is not None, spec
-            return Fp8Static(scale_1)
+            return Fp8Static(scale_1) if is_float else Int8Static(scale_1)
         case "row":
-            return Fp8Rows()
+            return Fp8Rows() if is_float else Int8Rows()
         case "group":
             return Fp8Groups(BLOCK)
     raise AssertionError(spec)

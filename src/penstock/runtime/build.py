@@ -94,7 +94,12 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
         path, is_dummy = Path(config.model_path), config.load_format == "dummy"
         by_reference = config.moe_backend == "reference"
         schemes = choose_schemes(
-            spec.quantization, None if is_dummy else path, dtype, device, by_reference
+            spec.quantization,
+            None if is_dummy else path,
+            dtype,
+            device,
+            by_reference,
+            config.quantization,
         )
         cache_dtype = getattr(torch, config.kv_dtype)
         experts = ExpertsBuild(by_reference=by_reference, max_tokens=config.moe_max_tokens)

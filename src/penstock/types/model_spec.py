@@ -27,11 +27,23 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Spec:
-    """Matrices of 8-bit floats (e4m3), and inputs of the same kind to multiply them with."""
+    """Matrices of 8 bits a number, and inputs of the same kind to multiply them with."""
 
     weights: str  # a scale per "tensor", "channel" (output) or "block" (128 x 128)
     inputs: str  # "static": one, from the checkpoint; found by the values: per "row", per "group"
     scale_name: str = "weight_scale"  # of the tensor with the scales of a weight
+    numbers: Literal["e4m3", "int8"] = "e4m3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodesSpec:
+    """Matrices of 4 or 8 bits a number, multiplied with inputs in the model's own dtype."""
+
+    layout: Literal["awq", "gptq", "packed", "nvfp4", "mxfp4", "bitsandbytes"]  # of the tensors
+    bits: int
+    group: int  # neighbouring inputs of an output that share a scale; 0: all of them
+    has_zeros: bool = False  # whole numbers have a zero point of their own
+    zero_offset: int = 0  # what is added to a stored zero point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +51,9 @@ class QuantSpec:
     """How a checkpoint is quantised."""
 
     # "mxfp4": experts of 4-bit floats (e2m1) with a power of two per 32 inputs, and nothing else;
-    # None: nothing is quantised. It crosses to other ranks, so at most one is a record.
+    # None: nothing is so. It crosses to other ranks, so at most one of these is a record.
     format: Fp8Spec | Literal["mxfp4"] | None
+    codes: CodesSpec | None = None  # in the place of a format
     excluded: tuple[str, ...] = ()  # patterns of the modules that are not quantised
     cache_dtype: str | None = None  # what it has scales for; None: it says nothing
 

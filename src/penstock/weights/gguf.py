@@ -129,6 +129,9 @@ class _Rows:
         blocks = slice(columns.start // values * size, columns.stop // values * size)
         return codes_of(self._lines(part[0])[:, blocks], self.kind)
 
+    def coded(self, part: tuple[slice, ...], device: torch.device) -> None:
+        """On a GPU its codes are unpacked."""
+
     def _lines(self, rows: slice) -> NDArray[np.uint8]:
         return self.packed[rows] if self.order is None else self.packed[self.order[rows]]
 

@@ -19,6 +19,7 @@ from penstock.parallel.mesh import RankMesh
 from penstock.parallel.parameter import PlacedParameter, UnreadParameter
 from penstock.parallel.shard import Piece
 from penstock.types.model_spec import ModelSpec
+from penstock.weights.coded import gathered
 from penstock.weights.mapping import Rules, Target
 from penstock.weights.stored import StoredTensor, unstacked, wanted_dtypes
 from penstock.weights.stream import stream, weight_files
@@ -54,7 +55,10 @@ def load_weights(
     }
     unexpected: dict[str, None] = {}  # in the order of the files, each once
     files = weight_files(folder)
-    for name, tensor in _named(_watched(stream(files), files, progress and mesh.rank == 0), rules):
+    tensors = _watched(stream(files), files, progress and mesh.rank == 0)
+    if spec.quantization is not None and spec.quantization.codes is not None:
+        tensors = gathered(tensors, spec.quantization.codes)
+    for name, tensor in _named(tensors, rules):
         target = rules.target(name)
         if target is None or target.parameter in shared:  # tied: its other name fills it
             continue

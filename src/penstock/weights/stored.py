@@ -8,11 +8,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from penstock.kernels.coded import Coded
 from penstock.kernels.gemm import Codes
 from penstock.weights.mapping import Unstack
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E8M0")  # the last: powers of two, for scales
-_CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+_CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int8: "I8"}
 
 
 class Slices(Protocol):
@@ -22,6 +23,7 @@ class Slices(Protocol):
 @runtime_checkable
 class CodedSlices(Slices, Protocol):
     def codes(self, part: tuple[slice, ...]) -> Codes | None: ...
+    def coded(self, part: tuple[slice, ...], device: torch.device) -> Coded | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class StoredTensor:
     def read_codes(self, part: tuple[slice, ...]) -> Codes | None:
         """The same without unpacking; None where there are no codes or `part` cuts through them."""
         return self._slices.codes(part) if isinstance(self._slices, CodedSlices) else None
+
+    def read_coded(self, part: tuple[slice, ...], device: torch.device) -> Coded | None:
+        """The same, on `device` and in the form that kernels of a GPU have codes in."""
+        return self._slices.coded(part, device) if isinstance(self._slices, CodedSlices) else None
 
 
 def wanted_dtypes(dtype: torch.dtype) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from penstock.hub.gguf import is_gguf
 from penstock.weights.stored import StoredTensor
 
 _INDEX = "model.safetensors.index.json"
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

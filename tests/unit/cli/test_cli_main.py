@@ -33,7 +33,10 @@ def call(entry, *argv: str) -> int:
 
 @pytest.mark.parametrize(
     "command",
-    [["--help"], ["serve", "--help"], ["eval", "--help"], ["tune", "--help"], ["--version"]],
+    [
+        *(["--help"], ["serve", "--help"], ["eval", "--help"], ["tune", "--help"], ["--version"]),
+        *(["bench", "serve", "--help"], ["bench", "throughput", "--help"]),
+    ],
 )
 def test_help_needs_little_and_is_quick(command):
     program = [sys.executable, "-X", "importtime", "-m", "penstock", *command]

@@ -6,7 +6,15 @@ from penstock.config.resolve import resolve
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import DeltaSpec, ModelSpec, MoeSpec, QuantSpec, RopeSpec
+from penstock.types.model_spec import (
+    CodesSpec,
+    DeltaSpec,
+    Fp8Spec,
+    ModelSpec,
+    MoeSpec,
+    QuantSpec,
+    RopeSpec,
+)
 
 GIB = 2**30
 
@@ -292,6 +300,44 @@ def test_a_cache_format_that_cannot_be_is_refused():
         run(AMPERE, kv_cache_config={"dtype": "fp8"})
     with pytest.raises(ConfigError, match=r"is float16, but the model computes in bfloat16"):
         run(kv_cache_config={"dtype": "float16"})
+
+
+FP8_WEIGHTS = QuantSpec(format=Fp8Spec(weights="channel", inputs="row"))
+INT8_WEIGHTS = QuantSpec(format=Fp8Spec(weights="channel", inputs="row", numbers="int8"))
+AWQ_WEIGHTS = QuantSpec(format=None, codes=CodesSpec(layout="awq", bits=4, group=128))
+TURING = make_device(arch=75)
+
+
+@pytest.mark.parametrize(
+    ("machine", "found", "asked"),
+    [
+        (GPU, FP8_WEIGHTS, None),
+        (ADA, None, "fp8"),
+        (AMPERE, INT8_WEIGHTS, None),
+        (AMPERE, AWQ_WEIGHTS, None),
+        (AMPERE, None, "nf4"),
+        (TURING, None, None),
+        (CPU, FP8_WEIGHTS, None),
+        (CPU, None, "fp8_block"),
+    ],
+)
+def test_weights_of_a_format_run_where_there_are_kernels_for_it(machine, found, asked):
+    assert run(machine, make_spec(quantization=found), quantization=asked).quantization == asked
+
+
+@pytest.mark.parametrize(
+    ("machine", "found", "asked", "message"),
+    [
+        (AMPERE, FP8_WEIGHTS, None, r"the checkpoint needs .* sm_89; this is sm_80, .* AWQ, GPTQ"),
+        (AMPERE, None, "fp8", r"quantization fp8 needs .* sm_89.*int8 or nf4"),
+        (TURING, AWQ_WEIGHTS, None, r"sm_80; this is sm_75, where a plain checkpoint works"),
+        (TURING, None, "int8", r"quantization int8 needs .* sm_80"),
+        (GPU, AWQ_WEIGHTS, "fp8", r"fp8, but the checkpoint is quantised already"),
+    ],
+)
+def test_weights_without_kernels_are_refused_with_what_works(machine, found, asked, message):
+    with pytest.raises(ConfigError, match=message):
+        run(machine, make_spec(quantization=found), quantization=asked)
 
 
 def test_a_cpu_pool_of_so_many_tokens_is_smaller_in_8_bit_floats():

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.quant.parse import is_excluded, parse_quantization
-from penstock.types.model_spec import Fp8Spec, QuantSpec
+from penstock.types.model_spec import CodesSpec, Fp8Spec, QuantSpec
 
 FP8 = "float8_e4m3fn"
 PER_TENSOR = Fp8Spec(weights="tensor", inputs="static")
@@ -24,6 +24,24 @@ def compressed(weights=None, inputs=None, **fields):
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     } | fields
+
+
+NVFP4 = CodesSpec(layout="nvfp4", bits=4, group=16)
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+INT8 = {"num_bits": 8, "type": "int"}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def weights_alone(weights, **fields):
+    """compressed-tensors' way of saying that inputs stay as they are."""
+    raw = compressed(weights, **fields)
+    raw["config_groups"]["group_0"]["input_activations"] = None
+    return raw
+
+
+def coded(layout, bits, group, *excluded, **fields):
+    spec = CodesSpec(layout=layout, bits=bits, group=group, **fields)
+    return QuantSpec(format=None, codes=spec, excluded=excluded)
 
 
 STATIC = {"strategy": "tensor", "dynamic": False}
@@ -91,10 +109,113 @@ UNDERSTOOD = {
         ),
         QuantSpec(format=Fp8Spec(weights="block", inputs="group"), excluded=("lm_head",)),
     ),
+    "compressed-tensors, int8": (
+        compressed(INT8, INT8),
+        QuantSpec(
+            format=Fp8Spec(weights="channel", inputs="row", numbers="int8"), excluded=("lm_head",)
+        ),
+    ),
+    "compressed-tensors, int8, static": (
+        compressed(INT8, INT8 | STATIC),
+        QuantSpec(
+            format=Fp8Spec(weights="channel", inputs="static", numbers="int8"),
+            excluded=("lm_head",),
+        ),
+    ),
+    "compressed-tensors, 4 bits": (
+        weights_alone(INT4, format="pack-quantized"),
+        coded("packed", 4, 128, "lm_head"),
+    ),
+    "compressed-tensors, 4 bits with zero points": (
+        weights_alone(INT4 | {"symmetric": False}),
+        coded("packed", 4, 128, "lm_head", has_zeros=True),
+    ),
+    "compressed-tensors, 8 bits of weights alone": (
+        weights_alone(INT8 | {"strategy": "channel"}),
+        coded("packed", 8, 0, "lm_head"),
+    ),
+    "compressed-tensors, NVFP4": (
+        compressed(FP4, FP4 | {"dynamic": "local"}, format="nvfp4-pack-quantized"),
+        QuantSpec(format=None, codes=NVFP4, excluded=("lm_head",)),
+    ),
+    "compressed-tensors, MXFP4": (
+        weights_alone(FP4 | {"strategy": "group", "group_size": 32}),
+        coded("mxfp4", 4, 32, "lm_head"),
+    ),
+    "modelopt, NVFP4": (
+        {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+            "exclude_modules": ["lm_head"],
+        },
+        QuantSpec(format=None, codes=NVFP4, excluded=("lm_head",), cache_dtype=FP8),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+        coded("awq", 4, 128, has_zeros=True),
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
+        coded("gptq", 4, 128, zero_offset=1),
+    ),
+    "gptq, second version": (
+        {
+            "quant_method": "gptq",
+            "bits": 8,
+            "group_size": -1,
+            "sym": False,
+            "checkpoint_format": "gptq_v2",
+            "dynamic": {r"-:.*down_proj": {}},
+        },
+        coded("gptq", 8, 0, "re:.*down_proj", has_zeros=True),
+    ),
+    "auto-round": (
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 64,
+            "sym": True,
+            "extra_config": {"lm_head": {"bits": 16}},
+        },
+        coded("gptq", 4, 64, "lm_head", zero_offset=1),
+    ),
+    "bitsandbytes, 4 bits": (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "llm_int8_skip_modules": ["lm_head"],
+        },
+        coded("bitsandbytes", 4, 64, "lm_head"),
+    ),
+    "bitsandbytes, 8 bits": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        coded("bitsandbytes", 8, 0),
+    ),
 }
 REFUSED = {
-    "NVFP4": {"quant_algo": "NVFP4", "group_size": 16},
-    "awq": {"quant_method": "awq", "bits": 4},
+    "NVFP4, group_size 32": {"quant_algo": "NVFP4", "group_size": 32},
+    "W4A8_AWQ": {"quant_algo": "W4A8_AWQ"},
+    "awq, 4 bits, version gemv": {"quant_method": "awq", "bits": 4, "version": "GEMV"},
+    "gptq, 3 bits": {"quant_method": "gptq", "bits": 3},
+    "gptq, dynamic, +:.*q_proj": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "dynamic": {"+:.*q_proj": {"bits": 8}},
+    },
+    "auto-round, packing_format auto_round:llm_compressor": {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:llm_compressor",
+    },
+    "bitsandbytes, fp4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "fp4",
+    },
+    "whole numbers of 3 bits": weights_alone(INT4 | {"num_bits": 3}),
+    "4-bit floats by tensor_group of 32": compressed(FP4 | {"group_size": 32}),
     "fmt e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
     "scale_fmt other": {"quant_method": "fp8", "scale_fmt": "other"},
     "weight_block_size [64, 64]": {"quant_method": "fp8", "weight_block_size": [64, 64]},
@@ -111,7 +232,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
-def test_every_dialect_of_8_bit_floats_is_understood(name):
+def test_every_dialect_is_understood(name):
     raw, expected = UNDERSTOOD[name]
     assert parse_quantization(raw) == expected
 

@@ -125,6 +125,16 @@ def test_draws_follow_the_distribution(sampling, warpers):
     assert ((counts[probs > 0] - expected) ** 2 / expected).sum() < limit
 
 
+@pytest.mark.parametrize("cell_of", [lambda ids: ids % 20, lambda ids: ids * 20 // 9000])
+def test_draws_of_a_large_vocabulary_follow_the_distribution(cell_of):
+    """One that is drawn in two steps: a block of tokens, then one of it."""
+    num, logits = 3000, 2 * some_logits(1, vocab_size=9000, seed=4)
+    probs = logits.softmax(-1)[0].numpy()
+    expected = num * np.bincount(cell_of(np.arange(9000)), weights=probs)
+    counts = np.bincount(cell_of(draws(num, logits)), minlength=20)
+    assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARE[19]
+
+
 def test_draws_are_independent_of_the_draw_before():
     ids = draws(40_000, torch.zeros(1, 4))
     pairs = np.bincount(ids[:-1] * 4 + ids[1:], minlength=16)

@@ -1,0 +1,470 @@
+"""Products with coded weights on a GPU: codes become floats in registers, where tensor cores take
+them.
+
+A tile of the matrix is 16 rows per warp and 128 inputs. How words lie in memory (`weights`) and how
+rows are named here are such that the codes a thread has read are just those that a tensor core
+wants from it. Whole numbers are exact in 16 bits, so are fp4 times their scales; scales of the
+other kinds are multiplied with the sums of their groups. Of nf4 the table is rounded to 16 bits.
+
+Up to 256 tokens: one kernel, whatever the kind. More: weights are unpacked, then torch's product.
+
+Experts: the same kernel on pairs of a token and an expert, in blocks of which each has one expert.
+
+Legend: T tokens, I inputs, O outputs, R rows of a program, J quarters of a tile; S slots, K experts
+of a token, P = T * K pairs, B blocks of M pairs, D hidden size, F features of an expert.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels import tuned
+from penstock.kernels.activation import silu_mul
+from penstock.kernels.coded.reference import coded_experts, coded_linear
+from penstock.kernels.coded.weights import NF4_VALUES, TILE, CodedWeight
+from penstock.kernels.device import num_places
+from penstock.kernels.moe.gate import SILU, Gate, gated
+from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
+from penstock.kernels.moe.triton_sum import sum_parts
+from penstock.kernels.op import arch
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+
+_MAX_TOKENS = 256  # of the kernel that decodes; more read a matrix of 16 bits
+_MAX_BLOCK_T = 64
+_MAX_UNSORTED = 4  # tokens; so few seldom share an expert
+
+
+@dataclass(frozen=True, slots=True)
+class CodedConfig:
+    """Launch shape."""
+
+    num_warps: int
+    slabs: int  # of 16 rows for each warp
+    tiles: int  # of 128 inputs, in one go
+    splits: int  # of the inputs; each is a program of its own
+    num_stages: int
+
+
+@triton.jit
+def _as_pair(low, high, DTYPE: tl.constexpr):
+    return tl.join(low.to(DTYPE), high.to(DTYPE))
+
+
+@triton.jit
+def _bf16_pair(pairs):
+    """Two bfloat16 in 32 bits, the lower one first."""
+    low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _e2m1(codes):
+    """Their values in fp32."""
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    value = tl.where(exponent > 0, (2 + mantissa) << exponent, 2 * mantissa).to(tl.float32) * 0.25
+    return tl.where(codes >= 8, -value, value)
+
+
+@triton.jit
+def _numbers(
+    words, upper, zeros, scales, table_ptr,
+    J: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, AS_BF16: tl.constexpr,
+):  # fmt: skip
+    """[R, 16, 2]: what the J-th codes of the words' halves stand for. fp4: with their scales, and
+    AS_BF16 2^-8 times that."""
+    if KIND == "fp4":
+        power = (scales >> (8 * J)) & 255
+    if AS_BF16 and KIND == "int4":
+        pairs = ((words >> (4 * J)) & 0x000F000F) | 0x43004300  # 128 and the code
+        minus = tl.broadcast_to((zeros * 0x00010001 - 0x3CFF3D00)[:, None], pairs.shape)
+        result = _bf16_pair(
+            tl.inline_asm_elementwise(
+                "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
+                "=r,r,r", [pairs, minus], dtype=tl.int32, is_pure=True, pack=1,
+            )
+        )  # fmt: skip
+    elif AS_BF16 and KIND == "int8":
+        low = ((words >> (4 * J)) & 0x000F000F) | 0x43004300
+        high = ((upper >> (4 * J)) & 0x000F000F) | 0x43004300
+        result = _bf16_pair(
+            tl.inline_asm_elementwise(
+                """{
+                .reg .b32 one, sixteen, less, eight, low, high;
+                mov.b32 one, 0x3F803F80; mov.b32 sixteen, 0x41804180;
+                mov.b32 less, 0xC300C300; mov.b32 eight, 0xC308C308;
+                fma.rn.bf16x2 low, $1, one, less; fma.rn.bf16x2 high, $2, one, eight;
+                fma.rn.bf16x2 $0, high, sixteen, low;
+                }""",
+                "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1,
+            )
+        )  # fmt: skip
+    elif AS_BF16 and KIND == "fp4":
+        # Exponent and mantissa of a code are the lowest and the highest of a bfloat16's: that is
+        # 2^-126 times its value. The factor is 2^118 times the scale.
+        codes = words >> (4 * J)
+        pairs = ((codes & 0x00080008) << 12) | ((codes & 0x00070007) << 6)
+        factors = power * 0x00100010 + 0x75807580
+        result = _bf16_pair(
+            tl.inline_asm_elementwise(
+                "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+                "=r,r,r", [pairs, factors], dtype=tl.int32, is_pure=True, pack=1,
+            )
+        )  # fmt: skip
+    else:
+        low, high = (words >> (4 * J)) & 15, (words >> (4 * J + 16)) & 15
+        if KIND == "int4":
+            result = _as_pair(low - zeros[:, None], high - zeros[:, None], DTYPE)
+        elif KIND == "int8":
+            low += ((upper >> (4 * J)) & 15) * 16 - 128
+            high += ((upper >> (4 * J + 16)) & 15) * 16 - 128
+            result = _as_pair(low, high, DTYPE)
+        elif KIND == "nf4":
+            result = _as_pair(tl.load(table_ptr + low), tl.load(table_ptr + high), DTYPE)
+        else:
+            bits = (((power >> 3) + 117) << 23) | ((power & 7) << 20)
+            factor = bits.to(tl.float32, bitcast=True)
+            result = _as_pair(_e2m1(low) * factor, _e2m1(high) * factor, DTYPE)
+    return result
+
+
+@triton.jit
+def _left(
+    words, upper, zeros, scales, table_ptr, FIRST: tl.constexpr, NUM: tl.constexpr,
+    KIND: tl.constexpr, SLABS: tl.constexpr, WARPS: tl.constexpr, DTYPE: tl.constexpr,
+    AS_BF16: tl.constexpr,
+):  # fmt: skip
+    """[R, 32 NUM] of the quarters from FIRST on: of each slab of rows those behind the first half
+    become the second eight rows of their warps."""
+    R: tl.constexpr = 16 * WARPS * SLABS
+    a = _numbers(words, upper, zeros, scales, table_ptr, FIRST, KIND, DTYPE, AS_BF16)
+    if NUM == 1:
+        parts = tl.reshape(a, (SLABS, 2, WARPS, 8, 4, 4, 2))
+        parts = tl.permute(parts, (0, 2, 1, 3, 5, 4, 6))
+    else:
+        b = _numbers(words, upper, zeros, scales, table_ptr, FIRST + 1, KIND, DTYPE, AS_BF16)
+        if NUM == 2:
+            parts = tl.reshape(tl.join(a, b), (SLABS, 2, WARPS, 8, 4, 4, 2, 2))
+            parts = tl.permute(parts, (0, 2, 1, 3, 7, 5, 4, 6))
+        else:
+            c = _numbers(words, upper, zeros, scales, table_ptr, FIRST + 2, KIND, DTYPE, AS_BF16)
+            d = _numbers(words, upper, zeros, scales, table_ptr, FIRST + 3, KIND, DTYPE, AS_BF16)
+            both = tl.join(tl.join(a, c), tl.join(b, d))
+            parts = tl.reshape(both, (SLABS, 2, WARPS, 8, 4, 4, 2, 2, 2))
+            parts = tl.permute(parts, (0, 2, 1, 3, 7, 8, 5, 4, 6))
+    return tl.reshape(parts, (R, 32 * NUM))
+
+
+@triton.jit
+def _fp4_scales(scales_ptr, rows, is_row):
+    """[R, 16]: the four scales of each word's inputs; the first two words of four have the even
+    groups."""
+    even = tl.load(scales_ptr + rows * 2, mask=is_row, other=0)
+    odd = tl.load(scales_ptr + rows * 2 + 1, mask=is_row, other=0)
+    is_even = (tl.arange(0, 16) % 4 < 2)[None, :]
+    return tl.where(is_even, even[:, None], odd[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _coded(
+    x_ptr, order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, bias_ptr, table_ptr, out_ptr,
+    slots_ptr, pairs_ptr, weights_ptr, num_tokens, num_outputs, num_inputs, num_slots, stride_x,
+    stride_w, stride_scales, tiles_each, tiles_per_scale,
+    KIND: tl.constexpr, SCALES: tl.constexpr, IS_ORDERED: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCKS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, IS_WEIGHTED: tl.constexpr, BLOCK_T: tl.constexpr,
+    SLABS: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ON_GPU: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out[split, t, o] = sum over a split's inputs of x[t, i] * w[o, i]; the first adds the bias.
+
+    Program (rows, split, tokens). SCALES of a tile are multiplied with sums of 128 / SCALES inputs.
+    BLOCKS "of tokens": one matrix for all. Else each block of tokens has that of its slot, and
+    tokens are pairs of one and an expert, with x[pair // PAIRS_PER_ROW]; IS_WEIGHTED times the
+    pair's weight. "of a slot": blocks were sorted; "of a pair": a block is one pair.
+    """
+    let_next_start(PDL)
+    R: tl.constexpr = 16 * WARPS * SLABS
+    AS_BF16: tl.constexpr = ON_GPU and x_ptr.dtype.element_ty == tl.bfloat16
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty if ON_GPU else tl.float32
+    PLANES: tl.constexpr = 2 if KIND == "int8" else 1
+    NUM: tl.constexpr = 4 // SCALES
+    first_row = tl.program_id(0) * R
+    rows = first_row + tl.arange(0, R)
+    is_row = rows < num_outputs
+    # Rows of the sums: of a warp's 16 the second eight are those behind a slab's first half.
+    at = tl.arange(0, R)
+    half = at // 8 % 2
+    outputs = at // (16 * WARPS) * (16 * WARPS) + half * (8 * WARPS) + at // 16 % WARPS * 8 + at % 8
+    outputs += first_row
+    is_output = outputs < num_outputs
+    wait_for_previous(PDL)
+    block = tl.program_id(2)
+    tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    if BLOCKS != "of tokens":
+        slot = tl.load(slots_ptr + block).to(tl.int64)
+        if slot >= num_slots:
+            return
+        if BLOCKS == "of a slot":
+            tokens = tl.load(pairs_ptr + tokens)
+        else:
+            tokens = tl.where(tl.arange(0, BLOCK_T) == 0, block, num_tokens)
+        w_ptr += slot * stride_w
+        scales_ptr += slot * stride_scales
+        zeros_ptr += slot * stride_scales
+        outer_ptr += slot * num_outputs
+        bias_ptr += slot * num_outputs
+        order_ptr += slot * num_inputs
+    is_token = tokens < num_tokens
+    x_rows = x_ptr + (tokens // PAIRS_PER_ROW).to(tl.int64)[:, None] * stride_x
+    first_tile = tl.program_id(1) * tiles_each
+    end_tile = tl.minimum(first_tile + tiles_each, tl.cdiv(num_inputs, 128))
+    words_in_row = tl.arange(0, 16)[None, :]
+    zeros = tl.full((R,), 8, tl.int32)
+    scales = tl.zeros((R, 16), tl.int32)
+    acc = tl.zeros((R, BLOCK_T), tl.float32)
+    for start in range(first_tile, end_tile, TILES):
+        for step in tl.static_range(TILES):
+            tile = start + step
+            is_here, is_sum = is_row, is_output
+            if step > 0:
+                is_here &= at < tl.where(tile < end_tile, R, 0)
+                is_sum &= at < tl.where(tile < end_tile, R, 0)
+            w_at = w_ptr + (tile.to(tl.int64) * num_outputs + rows)[:, None] * (16 * PLANES)
+            words = tl.load(w_at + words_in_row, mask=is_here[:, None], other=0)
+            upper = words
+            if KIND == "int8":
+                upper = tl.load(w_at + 16 + words_in_row, mask=is_here[:, None], other=0)
+            if KIND == "fp4":
+                scales = _fp4_scales(scales_ptr + tile * num_outputs * 2, rows, is_here)
+            for part in tl.static_range(SCALES):
+                group = tile // tiles_per_scale * num_outputs
+                if HAS_ZEROS:
+                    zeros_at = zeros_ptr + (group + rows) * SCALES + part
+                    zeros = tl.load(zeros_at, mask=is_here, other=0).to(tl.int32)
+                inputs = tile * 128 + part * (32 * NUM) + tl.arange(0, 32 * NUM)
+                is_input = inputs < num_inputs
+                if step > 0:
+                    is_input &= inputs < end_tile * 128
+                columns = inputs
+                if IS_ORDERED:
+                    columns = tl.load(order_ptr + inputs, mask=is_input, other=0)
+                mask = is_token[:, None] & is_input[None, :]
+                x = tl.load(x_rows + columns[None, :], mask=mask, other=0.0).to(DTYPE)
+                left = _left(
+                    words, upper, zeros, scales, table_ptr, part * NUM, NUM, KIND, SLABS, WARPS,
+                    DTYPE, AS_BF16,
+                )  # fmt: skip
+                if KIND == "fp4":
+                    acc = tl.dot(left, tl.trans(x), acc, input_precision="ieee")
+                else:
+                    sums = tl.dot(left, tl.trans(x), input_precision="ieee")
+                    scale_at = scales_ptr + (group + outputs) * SCALES + part
+                    scale = tl.load(scale_at, mask=is_sum, other=0.0).to(tl.float32)
+                    acc += sums * scale[:, None]
+    if KIND == "fp4" and AS_BF16:
+        acc *= 256.0
+    if HAS_OUTER:
+        acc *= tl.load(outer_ptr + outputs, mask=is_output, other=0.0)[:, None]
+    if HAS_BIAS:
+        is_first = is_output & (outputs < tl.where(first_tile == 0, num_outputs, 0))
+        acc += tl.load(bias_ptr + outputs, mask=is_first, other=0.0).to(tl.float32)[:, None]
+    if IS_WEIGHTED:
+        acc *= tl.load(weights_ptr + tokens, mask=is_token, other=0.0)[None, :]
+    to = (tl.program_id(1) * num_tokens + tokens).to(tl.int64)[None, :] * num_outputs
+    mask = is_output[:, None] & is_token[None, :]
+    tl.store(out_ptr + to + outputs[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _unpack(
+    order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, table_ptr, out_ptr,
+    num_outputs, num_inputs, tiles_per_scale,
+    KIND: tl.constexpr, SCALES: tl.constexpr, IS_ORDERED: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_OUTER: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """out[o, i] = w[o, i] of R outputs and 128 inputs."""
+    PLANES: tl.constexpr = 2 if KIND == "int8" else 1
+    rows, tile = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
+    is_row = rows < num_outputs
+    w_at = w_ptr + (tile.to(tl.int64) * num_outputs + rows)[:, None] * (16 * PLANES)
+    w_at += tl.arange(0, 16)[None, :]
+    words = tl.load(w_at, mask=is_row[:, None], other=0)
+    upper = words
+    if KIND == "int8":
+        upper = tl.load(w_at + 16, mask=is_row[:, None], other=0)
+    zeros = tl.full((R,), 8, tl.int32)
+    scales = tl.zeros((R, 16), tl.int32)
+    outer = tl.full((R,), 1.0, tl.float32)
+    if KIND == "fp4":
+        scales = _fp4_scales(scales_ptr + tile * num_outputs * 2, rows, is_row)
+    if HAS_OUTER:
+        outer = tl.load(outer_ptr + rows, mask=is_row, other=0.0)
+    for j in tl.static_range(4):
+        at = (tile // tiles_per_scale * num_outputs + rows) * SCALES + j * SCALES // 4
+        if HAS_ZEROS:
+            zeros = tl.load(zeros_ptr + at, mask=is_row, other=0).to(tl.int32)
+        scale = outer
+        if KIND != "fp4":
+            scale *= tl.load(scales_ptr + at, mask=is_row, other=0.0).to(tl.float32)
+        pairs = _numbers(words, upper, zeros, scales, table_ptr, j, KIND, tl.float32, False)
+        pairs = tl.permute(tl.reshape(pairs, (R, 4, 4, 2)), (0, 2, 1, 3))
+        values = tl.reshape(pairs, (R, 32)) * scale[:, None]
+        inputs = tile * 128 + j * 32 + tl.arange(0, 32)
+        is_input = inputs < num_inputs
+        columns = inputs
+        if IS_ORDERED:
+            columns = tl.load(order_ptr + inputs, mask=is_input, other=0)
+        to = out_ptr + rows.to(tl.int64)[:, None] * num_inputs + columns[None, :]
+        mask = is_row[:, None] & is_input[None, :]
+        tl.store(to, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(NF4_VALUES, device=device)
+
+
+@functools.cache
+def coded_config(num_outputs: int, num_inputs: int, bits: int, num_tokens: int) -> CodedConfig:
+    """Few tokens wait for weights: inputs are split until four programs per place are on the way.
+    Many wait for the tensor cores, and splitting costs a sum."""
+    num_warps, slabs = 4, 1 if num_tokens <= 32 else 2
+    num_blocks = triton.cdiv(num_outputs, 16 * num_warps * slabs)
+    programs = (4 if num_tokens <= 32 else 2) * num_places()
+    tiles = 2 if num_tokens <= 32 else 1
+    most = max(1, triton.cdiv(num_inputs, TILE * tiles) // 2)
+    splits = max(1, min(programs // num_blocks, most, 16))
+    usual = CodedConfig(num_warps, slabs, tiles, splits, num_stages=4 if num_tokens <= 32 else 3)
+    return tuned.best(
+        "coded",
+        usual,
+        outputs=num_outputs,
+        inputs=num_inputs,
+        bits=bits,
+        tokens=max(16, triton.next_power_of_2(num_tokens)),
+    )
+
+
+def _scales_per_tile(weight: CodedWeight) -> int:
+    """That sums are multiplied with; those of fp4 are in the numbers already."""
+    return 1 if weight.kind == "fp4" else weight.scales.shape[-1]
+
+
+def _tiles_per_scale(weight: CodedWeight) -> int:
+    return triton.cdiv(weight.num_tiles, weight.scales.shape[-3])
+
+
+def unpack_on_gpu(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+    """The matrix [O, I], its inputs in their own order."""
+    device = weight.words_NOPW.device
+    out_OI = torch.empty((weight.num_outputs, weight.num_inputs), dtype=dtype, device=device)
+    _unpack[(triton.cdiv(weight.num_outputs, 64), weight.num_tiles)](
+        weight.order_I, weight.words_NOPW, weight.scales, weight.zeros, weight.outer_O,
+        _table(device), out_OI, weight.num_outputs, weight.num_inputs, _tiles_per_scale(weight),
+        KIND=weight.kind, SCALES=_scales_per_tile(weight), IS_ORDERED=weight.order_I is not None,
+        HAS_ZEROS=weight.zeros is not None, HAS_OUTER=weight.outer_O is not None, R=64,
+        num_warps=4,
+    )  # fmt: skip
+    return out_OI
+
+
+def _multiply(
+    x: Tensor,
+    weight: CodedWeight,
+    bias: Tensor | None,
+    num_tokens: int,
+    block_t: int,
+    config: CodedConfig | None,
+    *,
+    slots_B: Tensor | None = None,
+    pairs_BM: Tensor | None = None,
+    weights_P: Tensor | None = None,
+) -> Tensor:
+    """[splits, tokens, outputs]; with `slots_B` tokens are pairs, `pairs_BM` or one to a block."""
+    assert x.stride(1) == 1, x.stride()
+    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
+    bits = 8 if weight.kind == "int8" else 4
+    c = config or coded_config(num_outputs, num_inputs, bits, block_t)
+    if config is None and slots_B is not None and weight.num_slots > 1:
+        c = replace(c, splits=max(1, c.splits // len(slots_B)))  # slots fill the device, too
+    tiles_each = triton.cdiv(triton.cdiv(weight.num_tiles, c.tiles), c.splits) * c.tiles
+    num_splits = triton.cdiv(weight.num_tiles, tiles_each)
+    dtype = x.dtype if num_splits == 1 else torch.float32
+    out = torch.empty((num_splits, num_tokens, num_outputs), dtype=dtype, device=x.device)
+    blocks = "of tokens"
+    if slots_B is not None:
+        blocks = "of a pair" if pairs_BM is None else "of a slot"
+    num_blocks = triton.cdiv(num_tokens, block_t) if slots_B is None else len(slots_B)
+    _coded[(triton.cdiv(num_outputs, 16 * c.num_warps * c.slabs), num_splits, num_blocks)](
+        x, _pointer(weight.order_I, out), weight.words_NOPW, weight.scales,
+        _pointer(weight.zeros, out), _pointer(weight.outer_O, out), _pointer(bias, out),
+        _table(x.device), out, slots_B, pairs_BM, weights_P, num_tokens, num_outputs, num_inputs,
+        weight.num_slots, x.stride(0), weight.words_NOPW.stride(0), weight.scales.stride(0),
+        tiles_each, _tiles_per_scale(weight),
+        KIND=weight.kind, SCALES=_scales_per_tile(weight), IS_ORDERED=weight.order_I is not None,
+        HAS_ZEROS=weight.zeros is not None, HAS_OUTER=weight.outer_O is not None,
+        HAS_BIAS=bias is not None, BLOCKS=blocks, PAIRS_PER_ROW=num_tokens // x.shape[0],
+        IS_WEIGHTED=weights_P is not None, BLOCK_T=block_t, SLABS=c.slabs, WARPS=c.num_warps,
+        TILES=c.tiles, ON_GPU=x.is_cuda, num_warps=c.num_warps, num_stages=c.num_stages,
+        **launch_options(x),
+    )  # fmt: skip
+    return out
+
+
+def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Something to count from where there is nothing to read."""
+    return other if tensor is None else tensor
+
+
+@coded_linear.impl(
+    "decoded",
+    needs=arch(80),
+    fits=lambda x_TI, weight, bias_O: 0 < x_TI.shape[0] <= _MAX_TOKENS,
+)
+def coded_linear_decoded(
+    x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None, config: CodedConfig | None = None
+) -> Tensor:
+    num_tokens = x_TI.shape[0]
+    block_t = min(_MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
+    parts = _multiply(x_TI, weight, bias_O, num_tokens, block_t, config)
+    return parts[0] if len(parts) == 1 else sum_parts(parts, num_tokens, x_TI.dtype)
+
+
+@coded_linear.impl("unpacked", needs=arch(80))
+def coded_linear_unpacked(x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None) -> Tensor:
+    return F.linear(x_TI, unpack_on_gpu(weight, x_TI.dtype), bias_O)
+
+
+@coded_experts.impl("decoded", needs=arch(80), fits=lambda x_TD, slots_TK, *_: slots_TK.numel() > 0)
+def coded_experts_decoded(
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: CodedWeight,
+    down: CodedWeight,
+    gate_up_bias_S2F: Tensor | None,
+    down_bias_SD: Tensor | None,
+    gate: Gate,
+) -> Tensor:
+    """A few tokens: a block for each pair. More: pairs are sorted by slot into blocks."""
+    assert slots_TK.is_contiguous() and weights_TK.is_contiguous()
+    num_tokens, num_pairs = x_TD.shape[0], slots_TK.numel()
+    if num_tokens <= _MAX_UNSORTED:
+        rows, pairs_BM, slots_B = 16, None, slots_TK.view(-1)
+    else:
+        rows = min(rows_per_block(num_pairs, gate_up.num_slots, gate_up.kind), _MAX_BLOCK_T)
+        pairs_BM, slots_B = sorted_pairs(slots_TK, gate_up.num_slots, rows)
+    blocks = {"slots_B": slots_B, "pairs_BM": pairs_BM}
+    parts = _multiply(x_TD, gate_up, gate_up_bias_S2F, num_pairs, rows, None, **blocks)
+    h_P2F = parts[0] if len(parts) == 1 else sum_parts(parts, num_pairs, x_TD.dtype)
+    h_PF = silu_mul(h_P2F) if gate == SILU else gated(h_P2F, gate)
+    parts = _multiply(
+        h_PF, down, down_bias_SD, num_pairs, rows, None, **blocks, weights_P=weights_TK.view(-1)
+    )
+    return sum_parts(parts, num_tokens, x_TD.dtype)

@@ -1,0 +1,106 @@
+"""Schemes that quantise a plain checkpoint while it is loaded, layer by layer.
+
+A layer's parameters hold no numbers until every tensor has been found; then each matrix is read,
+quantised on its device, and gone. So the memory of the plain model is never needed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.kernels.fp8 import BLOCK, LARGEST
+from penstock.kernels.int8.reference import LARGEST as LARGEST_INT8
+from penstock.kernels.moe import ExpertWeights
+from penstock.parallel.parameter import UnreadParameter, unread_parameter
+from penstock.quant.fp8 import Fp8Experts, Fp8Scheme, input_format
+from penstock.quant.scheme import (
+    ExpertsShape,
+    LinearShape,
+    create_bias,
+    create_expert_biases,
+    matrix_pieces,
+)
+from penstock.types.model_spec import Fp8Spec
+
+FORMATS = {  # of the setting `quantization`; nf4 is another scheme's
+    "fp8": Fp8Spec(weights="channel", inputs="row"),
+    "fp8_block": Fp8Spec(weights="block", inputs="group"),
+    "int8": Fp8Spec(weights="channel", inputs="row", numbers="int8"),
+}
+_ROWS_AT_ONCE = 4096  # a multiple of a block's
+_SMALLEST_AMAX = 1e-12
+
+
+class MadeScheme(Fp8Scheme):
+    def create(
+        self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        _check_width(self._spec, shape.num_inputs)
+        size = (shape.num_outputs, shape.num_inputs)
+        layer.weight = unread_parameter(size, matrix_pieces(shape))
+        create_bias(layer, shape, dtype, device)
+
+    def finish(self, layer: Any) -> None:
+        parameter: UnreadParameter = layer.weight
+        del layer.weight
+        layer.weight, layer.weight_scale = quantized(
+            parameter.numbers(layer.dtype, layer.device), self._spec
+        )
+
+
+class MadeExperts(Fp8Experts):
+    def create(
+        self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size, features = shape.hidden_size, shape.features.size
+        for inputs in (size, features):
+            _check_width(self._spec, inputs)
+        layer.gate_up.weight = unread_parameter((2 * features, size), shape.gate_up_pieces())
+        layer.down.weight = unread_parameter((size, features), shape.down_pieces())
+        create_expert_biases(layer, shape, dtype, device)
+
+    def finish(self, layer: Any) -> None:
+        for part in (layer.gate_up, layer.down):
+            parameter: UnreadParameter = part.weight
+            del part.weight
+            matrices = [
+                quantized(matrix, self._spec)
+                for matrix in parameter.matrices(layer.num_slots, layer.dtype, layer.device)
+            ]
+            values, scale = (torch.stack(parts) for parts in zip(*matrices, strict=True))
+            inputs = input_format(self._spec, None)
+            part.weight = ExpertWeights(values, values.shape[2], scale, inputs)
+
+
+def quantized(weight_OI: Tensor, spec: Fp8Spec) -> tuple[Tensor, Tensor]:
+    """(values, scales) as products of this kind take them."""
+    parts = [_quantized(rows.float(), spec) for rows in weight_OI.split(_ROWS_AT_ONCE)]
+    values, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    return values, scales
+
+
+def _quantized(weight_OI: Tensor, spec: Fp8Spec) -> tuple[Tensor, Tensor]:
+    if spec.weights == "channel":
+        largest = LARGEST_INT8 if spec.numbers == "int8" else LARGEST
+        scale_O1 = weight_OI.abs().amax(1, keepdim=True).clamp(min=_SMALLEST_AMAX) / largest
+        scaled_OI = weight_OI / scale_O1
+        if spec.numbers == "int8":
+            return scaled_OI.round().to(torch.int8), scale_O1.squeeze(1)
+        return scaled_OI.to(torch.float8_e4m3fn), scale_O1.squeeze(1)
+    assert spec.weights == "block", spec
+    num_outputs, num_inputs = weight_OI.shape
+    padded = nn.functional.pad(weight_OI, (0, -num_inputs % BLOCK, 0, -num_outputs % BLOCK))
+    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=_SMALLEST_AMAX) / LARGEST
+    values = (blocks / scale).flatten(2).flatten(0, 1)[:num_outputs, :num_inputs]
+    return values.to(torch.float8_e4m3fn).contiguous(), scale[:, 0, :, 0]
+
+
+def _check_width(spec: Fp8Spec, num_inputs: int) -> None:
+    if spec.weights == "block" and num_inputs % BLOCK:
+        raise ConfigError(
+            f"quantization is fp8_block, which needs layers of whole {BLOCK} inputs; one has "
+            f"{num_inputs} on a rank, use fp8"
+        )

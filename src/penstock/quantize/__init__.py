@@ -1,0 +1,1 @@
+"""Makes quantised checkpoints in public layouts; `penstock quantize` is its command."""

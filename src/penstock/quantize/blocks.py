@@ -1,0 +1,142 @@
+"""Quantises the matrices of one decoder block, with what its layers were given.
+
+Legend: O outputs, I inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.layers.attention import Attention
+from penstock.layers.decoder import DecoderBlock
+from penstock.layers.linear import Linear
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.moe import Experts
+from penstock.quantize import search
+from penstock.quantize.calibrate import Inputs
+from penstock.quantize.formats import Format, Quantized, nearest, pack_gptq
+from penstock.weights.mapping import Rules, Target
+
+Read = Callable[[str], Tensor]  # a checkpoint's tensor by its name, in fp32
+
+
+@dataclass(slots=True)
+class Made:
+    """New tensors by name, norms of new numbers, names of what both replace, errors by matrix."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    format: Format
+    group: int
+
+
+def quantize_block(
+    block: DecoderBlock, prefix: str, rules: Rules, inputs: dict[str, Inputs], read: Read, way: Way
+) -> Made:
+    """`prefix` is the block's name among our modules, such as layers.7."""
+    made = Made()
+
+    def names(layer: str, num_parts: int) -> list[str]:
+        parts = range(num_parts)
+        return [rules.source(Target(f"{prefix}.{layer}.weight", part)) for part in parts]
+
+    linears = {name: m for name, m in block.named_modules() if isinstance(m, Linear)}
+    weights = {
+        name: [read(source) for source in names(name, len(layer.shape.outputs))]
+        for name, layer in linears.items()
+    }
+    scales = _moved_scales(block, weights, inputs, way)
+    for name in linears:
+        rows = _row_scales(name, scales, weights)
+        for source, weight_OI, row_O1 in zip(
+            names(name, len(weights[name])), weights[name], rows, strict=True
+        ):
+            columns_I = scales.get(name, weight_OI.new_ones(weight_OI.shape[1]))
+            scaled_OI = weight_OI * columns_I / row_O1
+            found = _quantized(scaled_OI, inputs[name], columns_I, way)
+            back_OI = found.values_OI / columns_I * row_O1
+            _keep(made, source, found)
+            made.errors[source] = search.error(weight_OI, back_OI, inputs[name].moments_II)
+    for layer, norm in _NORMS.items():
+        if layer in scales:
+            source = rules.source(Target(f"{prefix}.{norm}.weight"))
+            made.norms[source] = _divided(read(source), scales[layer], block, norm)
+            made.replaced.add(source)
+    for name, experts in block.named_modules():
+        if isinstance(experts, Experts):
+            for part, per_slot in (("gate_up", 2), ("down", 1)):
+                for source in names(f"{name}.{part}", per_slot * experts.num_slots):
+                    weight_OI = read(source)
+                    found = nearest(weight_OI, way.format, way.group)
+                    _keep(made, source, found)
+                    lost = (weight_OI - found.values_OI).norm() / weight_OI.norm()
+                    made.errors[source] = float(lost)
+    return made
+
+
+_NORMS = {"attention.qkv_proj": "input_norm", "mlp.gate_up_proj": "post_norm"}
+
+
+def _keep(made: Made, source: str, found: Quantized) -> None:
+    module = source.removesuffix(".weight")
+    for suffix, tensor in found.tensors.items():
+        made.tensors[f"{module}.{suffix}"] = tensor.contiguous().cpu()
+    made.replaced.add(source)
+
+
+def _quantized(scaled_OI: Tensor, inputs: Inputs, columns_I: Tensor, way: Way) -> Quantized:
+    if way.format != "gptq":
+        return nearest(scaled_OI, way.format, way.group)
+    moments_II = inputs.moments_II / columns_I / columns_I[:, None]
+    return pack_gptq(*search.gptq_codes(scaled_OI, moments_II, way.group))
+
+
+def _moved_scales(
+    block: DecoderBlock, weights: dict[str, list[Tensor]], inputs: dict[str, Inputs], way: Way
+) -> dict[str, Tensor]:
+    """What columns of a layer are multiplied with, and what makes its inputs is divided by."""
+    movable = []
+    if isinstance(block.attention, Attention):
+        movable.append("attention.qkv_proj")
+    if isinstance(block.mlp, GatedMLP):
+        movable.append("mlp.gate_up_proj")
+    if way.format == "int8_sq":
+        return {
+            name: search.smoothing_scales(torch.cat(weights[name]), inputs[name].largest_I)
+            for name in movable
+        }
+    if way.format != "awq":
+        return {}
+    if isinstance(block.mlp, GatedMLP) and block.mlp.gate_up_proj.bias is None:
+        movable.append("mlp.down_proj")  # the up projection makes its inputs
+    return {
+        name: search.awq_scales(
+            torch.cat(weights[name]), inputs[name].moments_II, inputs[name].mean_I, way.group
+        )
+        for name in movable
+    }
+
+
+def _row_scales(
+    name: str, scales: dict[str, Tensor], weights: dict[str, list[Tensor]]
+) -> list[Tensor]:
+    """What rows of a layer's parts are divided by: those of the up projection, for the next."""
+    rows = [weight.new_ones((len(weight), 1)) for weight in weights[name]]
+    if name == "mlp.gate_up_proj" and "mlp.down_proj" in scales:
+        rows[1] = scales["mlp.down_proj"][:, None]
+    return rows
+
+
+def _divided(weight_I: Tensor, scales_I: Tensor, block: Any, norm: str) -> Tensor:
+    """A norm's weight whose outputs are divided; it may be kept as what is added to one."""
+    is_centred = float(getattr(block, norm).zero_centred)
+    return (weight_I + is_centred) / scales_I.to(weight_I.device) - is_centred
