@@ -27,6 +27,8 @@ DTYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
+    torch.uint8: "u8",
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -68,6 +70,19 @@ def compile_instead(
         assert shared <= SHARED_BYTES, f"{key} takes {shared} bytes of shared memory"
 
 
+def compile_sampling(dtype: torch.dtype, device: torch.device) -> None:
+    from penstock.kernels.sampling import triton as kernels
+
+    logits_LV = torch.zeros(2, 9001, dtype=dtype, device=device)
+    ones_L, ids_L = torch.ones(2, device=device), torch.arange(2, device=device)
+    kernels.argmax(logits_LV)
+    for cutoffs_L in (None, ones_L):
+        kernels.gumbel_argmax(logits_LV, ones_L, ids_L, ids_L, cutoffs_L)
+    kernels.sampling_cutoffs(logits_LV, ones_L, ids_L, ones_L, ones_L, 9001)
+    seen_SV = torch.zeros(2, 9001, dtype=torch.int32, device=device)
+    kernels.apply_penalties(logits_LV.float(), ids_L, seen_SV.bool(), seen_SV, *[ones_L] * 3)
+
+
 def compile_hopper_prefill(device: torch.device) -> None:
     from penstock.kernels.attention import hopper_prefill
 
@@ -107,6 +122,7 @@ def main() -> None:
     ):
         get_backend("triton").attend(*make_attention(case, dtype, device).unpack())
     compile_hopper_prefill(device)
+    compile_sampling(dtype, device)
     print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
 
 

@@ -12,6 +12,15 @@ from penstock.kernels.activation import sigmoid_mul, silu_mul
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.coded import (
+    Coded,
+    CodedWeight,
+    Kind,
+    coded_experts,
+    coded_linear,
+    pack_coded,
+    stack_coded,
+)
 from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static, InputFormat
 from penstock.kernels.fp8 import fp8_linear, quantize_fp8, rms_norm_fp8, silu_mul_fp8
 from penstock.kernels.gather import decode_inputs
@@ -26,6 +35,7 @@ from penstock.kernels.gemm.codes import (
 )
 from penstock.kernels.gemm.dense import dense_linear
 from penstock.kernels.gemm.few import gated_linear
+from penstock.kernels.int8 import int8_linear, quantize_int8
 from penstock.kernels.moe import (
     SILU,
     ExpertWeights,
@@ -558,6 +568,96 @@ def _packed_linear(
     return OpCase(packed_linear, f"{kind}-{num_tokens}x{num_inputs}x{num_outputs}", make)
 
 
+def random_codes(
+    kind: Kind, num_inputs: int, num_outputs: int, group: int, zeros: bool, outer: bool,
+    ordered: bool, device: torch.device,
+) -> CodedWeight:  # fmt: skip
+    top = 256 if kind == "int8" else 16
+    scales = torch.rand(num_outputs, num_inputs // group) + 0.5
+    scales *= {"int4": 0.2, "int8": 0.014, "nf4": 1.8, "fp4": 0.35}[kind]
+    scales = scales.to({"fp4": FP8, "nf4": torch.float32}.get(kind, torch.float16))
+    if kind == "fp4":
+        scales[0, 0], scales[1, 0], scales[2, 0] = 0.0, 2.0**-9, 7 * 2.0**-9
+    weight = Coded(
+        kind,
+        torch.randint(top, (num_outputs, num_inputs), dtype=torch.uint8).to(device),
+        scales.to(device),
+        torch.randint(top + 1, scales.shape, dtype=torch.uint8).to(device) if zeros else None,
+        (torch.rand(num_outputs) + 0.5).to(device) if outer else None,
+        torch.randperm(num_inputs).to(device) if ordered else None,
+    )
+    packed = pack_coded([weight])
+    assert packed is not None
+    return packed
+
+
+def coded_experts_case(
+    kind: Kind, num_tokens: int, num_slots: int, num_active: int, size: int, features: int,
+    *, group: int, zeros: bool = False, outer: bool = False, ordered: bool = False,
+    bias: bool = False, gate: Gate = SILU,
+) -> OpCase:  # fmt: skip
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        gate_up, down = (
+            stack_coded(
+                [
+                    random_codes(kind, inputs, outputs, group, zeros, outer, ordered, device)
+                    for _ in range(num_slots)
+                ]
+            )
+            for inputs, outputs in ((size, 2 * features), (features, size))
+        )
+        x = randn(num_tokens, size, dtype=dtype, device=device) / size**0.5
+        slots = torch.stack([torch.randperm(num_slots)[:num_active] for _ in range(num_tokens)])
+        weights = torch.rand(num_tokens, num_active, device=device) / features**0.5
+        biases = [None, None]
+        if bias:
+            sizes = (2 * features, size)
+            biases = [0.2 * randn(num_slots, n, dtype=dtype, device=device) for n in sizes]
+        return x, slots.int().to(device), weights, gate_up, down, *biases, gate
+
+    name = f"{kind}-{num_tokens}x{size}x{features}-{num_active}of{num_slots}"
+    return OpCase(coded_experts, name + "-bias" * bias, make)
+
+
+def coded_case(
+    kind: Kind, num_tokens: int, num_inputs: int, num_outputs: int, *, group: int = 128,
+    zeros: bool = False, outer: bool = False, ordered: bool = False, bias: bool = False,
+) -> OpCase:  # fmt: skip
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        weight = random_codes(kind, num_inputs, num_outputs, group, zeros, outer, ordered, device)
+        x = randn(num_tokens, 2 * num_inputs, dtype=dtype, device=device)[:, :num_inputs]
+        b = randn(num_outputs, dtype=dtype, device=device) if bias else None
+        return x / num_inputs**0.5, weight, b
+
+    name = f"{kind}-{num_tokens}x{num_inputs}x{num_outputs}-{group}" + "-zeros" * zeros
+    return OpCase(coded_linear, name + "-outer" * outer + "-ordered" * ordered, make)
+
+
+def _quantize_int8(num_tokens: int, size: int, is_static: bool = False) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        scale = torch.full((1,), 0.02, device=device) if is_static else None
+        return randn(num_tokens, size, dtype=dtype, device=device), scale
+
+    return OpCase(quantize_int8, f"{num_tokens}x{size}" + "-static" * is_static, make)
+
+
+def _int8_linear(
+    num_tokens: int, num_inputs: int, num_outputs: int, *, whole: bool = False, bias: bool = False
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, num_inputs, dtype=dtype, device=device)
+        values, scale = quantize_int8.reference(
+            x, torch.full((1,), 0.03, device=device) if whole else None
+        )
+        weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8).to(device)
+        scales = (torch.rand(1 if whole else num_outputs) + 0.5).to(device) / (75 * num_inputs**0.5)
+        b = randn(num_outputs, dtype=dtype, device=device) if bias else None
+        return values, scale, weight, scales, b, dtype
+
+    name = f"{num_tokens}x{num_inputs}x{num_outputs}" + "-whole" * whole + "-bias" * bias
+    return OpCase(int8_linear, name, make)
+
+
 def _packed_rows(form: Form, num_tokens: int) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         return torch.randint(0, 70, (num_tokens,)), random_weight(form, 70, 96)
@@ -588,6 +688,8 @@ OP_CASES = [
     rope_case(7, 8, 2, 64, 64, fp8=True),
     rope_case(3, 9, 2, 256, 64, norm=True, gates=True),
     rope_case(4, 3, 1, 32, 32, gates=True),
+    rope_case(130, 20, 3, 64, 64, norm=True),
+    rope_case(140, 34, 2, 128, 64),
     mla_write_case(1, 16, 512, 64),
     mla_write_case(5, 5, 96, 24, interleaved=False),
     mla_write_case(7, 20, 128, 32, fp8=True),
@@ -622,6 +724,31 @@ OP_CASES = [
     _fp8_linear(17, 1152, 7424, "whole", "whole"),
     _fp8_linear(2, 4736, 200, "groups", "blocks", bias=True),
     _fp8_linear(6, 1152, 7300, "rows", "outputs", bias=True),
+    _quantize_int8(1, 128),
+    _quantize_int8(5, 5000),
+    _quantize_int8(3, 1000, is_static=True),
+    _int8_linear(1, 256, 64),
+    _int8_linear(20, 136, 72, whole=True, bias=True),
+    _int8_linear(70, 200, 80, bias=True),
+    coded_experts_case("int4", 1, 5, 2, 256, 128, group=128, zeros=True),
+    coded_experts_case("int4", 9, 4, 3, 128, 64, group=32, ordered=True, bias=True),
+    coded_experts_case("fp4", 2, 6, 3, 384, 80, group=16, outer=True),
+    coded_experts_case("fp4", 70, 3, 2, 128, 96, group=16, outer=True, gate=CLAMPED),
+    coded_experts_case("nf4", 5, 3, 1, 128, 64, group=64, bias=True),
+    coded_case("int4", 1, 256, 80),
+    coded_case("int4", 3, 512, 72, group=32, zeros=True, bias=True),
+    coded_case("int4", 17, 384, 96, group=64, ordered=True),
+    coded_case("int4", 2, 512, 130, group=256, zeros=True),
+    coded_case("int4", 70, 200, 64, group=200, zeros=True, bias=True),
+    coded_case("int4", 300, 256, 40, zeros=True, ordered=True, bias=True),
+    coded_case("int8", 1, 384, 72, group=384),
+    coded_case("int8", 33, 256, 64, bias=True),
+    coded_case("int8", 260, 128, 40, group=32),
+    coded_case("nf4", 1, 320, 72, group=64, bias=True),
+    coded_case("nf4", 270, 192, 48, group=64),
+    coded_case("fp4", 1, 2048, 72, group=16, outer=True),
+    coded_case("fp4", 40, 208, 136, group=16, outer=True, bias=True),
+    coded_case("fp4", 280, 256, 40, group=16, outer=True),
     _linear(1, 70, 300),
     _linear(1, 33, 5000, bias=True),
     _linear(3, 64, 256, bias=True),
@@ -630,6 +757,8 @@ OP_CASES = [
     _linear(33, 4096, 1024),
     _linear(5, 7300, 640, bias=True),
     _gated(1, 35, 300),
+    _gated(2, 33, 2500, bias=True),
+    _gated(2, 25, 4500, fp8="out", bias=True),
     _gated(3, 33, 2500, bias=True),
     _gated(1, 24, 512, fp8="in"),
     _gated(4, 25, 4500, fp8="out", bias=True),
@@ -695,6 +824,7 @@ OP_CASES = [
     experts_case(40, 6, 2, 100, 72, bias=True, gate=CLAMPED),
     experts_case(90, 3, 2, 64, 96),
     experts_case(300, 2, 1, 72, 40),
+    experts_case(540, 5, 2, 40, 20),
     *(
         experts_case(num_tokens, num_slots, num_active, 256, 128, format=format, bias=bias)
         for format in EXPERT_FORMATS

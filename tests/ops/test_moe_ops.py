@@ -254,27 +254,35 @@ def test_large_scales_of_mxfp4_reach_the_result():
         torch.testing.assert_close(experts_mxfp4(*arguments), expected, atol=1e-3, rtol=1e-4)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.data())
-def test_every_pair_is_in_one_block_of_its_slot(data):
+def check_sorted(num_tokens: int, num_slots: int, num_active: int, seed: int) -> None:
     from penstock.kernels.moe.triton_sort import sorted_pairs
 
-    num_slots = data.draw(st.integers(1, 9))
-    num_active = data.draw(st.integers(1, num_slots))
-    num_tokens = data.draw(st.integers(1, 60))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    generator = torch.Generator().manual_seed(seed)
     odds = torch.rand(num_tokens, num_slots, generator=generator) + 3 * torch.rand(num_slots)
     slots = odds.topk(num_active).indices.int()
     if torch.cuda.is_available():
         slots = slots.cuda()
     pairs, block_slots = (t.cpu() for t in sorted_pairs(slots, num_slots, 16))
-    num_pairs, seen = slots.numel(), []
-    for block, slot in zip(pairs.tolist(), block_slots.tolist(), strict=True):
-        real = [pair for pair in block if pair < num_pairs]
-        assert all(slots.flatten()[pair] == slot for pair in real)
-        assert bool(real) == (slot < num_slots)
-        seen += real
-    assert sorted(seen) == list(range(num_pairs))
+    slots_P, seen = slots.flatten().cpu(), []
+    for block, slot in zip(pairs, block_slots.tolist(), strict=True):
+        real = block[block < len(slots_P)]
+        assert (slots_P[real] == slot).all()
+        assert bool(len(real)) == (slot < num_slots)
+        seen += real.tolist()
+    assert sorted(seen) == list(range(len(slots_P)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_pairs_are_sorted_into_blocks_of_one_slot_each(data):
+    num_slots = data.draw(st.integers(1, 9))
+    num_active = data.draw(st.integers(1, num_slots))
+    check_sorted(data.draw(st.integers(1, 60)), num_slots, num_active, data.draw(st.integers(0, 9)))
+
+
+@pytest.mark.parametrize("shape", [(171, 7, 7), (90, 70, 16)])
+def test_many_pairs_are_sorted_by_many_programs(shape):
+    check_sorted(*shape, seed=0)
 
 
 def test_scores_that_are_no_numbers_choose_experts_that_exist():

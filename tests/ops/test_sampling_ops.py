@@ -37,7 +37,7 @@ def _store_bits(seeds_ptr, indices_ptr, out_ptr, vocab_size, BLOCK: tl.constexpr
 def test_noise_bits_are_equal_bit_for_bit(index_dtype):
     seeds = torch.tensor([0, 1, -1, MAX_INT64, -MAX_INT64 - 1, 0x1234_5678_9ABC])
     indices = torch.tensor([0, 1, 2, 131071, 5, 2**31 - 1], dtype=index_dtype)
-    expected = reference.hash_bits(seeds, indices, 1000)
+    expected = reference.hash_bits(seeds, indices, torch.arange(1000))
     found = torch.empty_like(expected)
     _store_bits[len(seeds),](seeds, indices, found, 1000, BLOCK=1024)
     assert torch.equal(found, expected)
@@ -47,7 +47,7 @@ def test_noise_bits_are_equal_bit_for_bit(index_dtype):
 @pytest.mark.parametrize("bit", range(0, 64, 5))
 def test_each_bit_of_the_seed_flips_half_of_the_noise(bit):
     seeds = torch.tensor([99, 99 ^ (1 << bit)])
-    bits = reference.hash_bits(seeds, torch.tensor([3, 3]), 2000)
+    bits = reference.hash_bits(seeds, torch.tensor([3, 3]), torch.arange(2000))
     flipped = (bits[0] ^ bits[1]).cpu().numpy().view("uint8")
     share = sum(int(byte).bit_count() for byte in flipped) / (2000 * 32)
     assert abs(share - 0.5) < 0.01

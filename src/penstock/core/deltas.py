@@ -4,9 +4,7 @@ from penstock.types.outputs import TokenLogprob
 from penstock.types.step import LogprobRows
 
 
-def logprob_tuple(rows: LogprobRows | None) -> tuple[TokenLogprob, ...]:
-    if rows is None:
-        return ()
+def logprob_tuple(rows: LogprobRows) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(token_id, logprob, rank, tuple(zip(top_ids, top_logprobs, strict=True)))
         for token_id, logprob, rank, top_ids, top_logprobs in zip(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,14 +12,12 @@ from penstock.types.step import (
     FROM_DEVICE,
     BlockGrowth,
     CopyBlock,
-    Int32s,
     RowJoin,
     StepPlan,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):  # made for every sequence and step, which a dataclass takes longer for
     """One sequence's part of a step, remembered until the step's result comes."""
 
     seq: Sequence
@@ -110,6 +109,8 @@ class Draft:
     def to_plan(self) -> StepPlan:
         entries = self.entries
         growth = np.array(self._growth, np.int32).reshape(-1, 5).T
+        columns = np.array(list(zip(*entries, strict=True))[2:], np.int32)
+        ranks, rows, starts, num_tokens, num_logit_rows, max_kv_lens = columns
         return StepPlan(
             step_id=self.step_id,
             joins=tuple(self._joins),
@@ -121,17 +122,13 @@ class Draft:
                 block_ids=growth[4],
             ),
             cache_ops=tuple(self._copies),
-            ranks=_int32s(e.rank for e in entries),
-            rows=_int32s(e.row for e in entries),
-            starts=_int32s(e.start for e in entries),
-            num_tokens=_int32s(e.num_tokens for e in entries),
-            num_logit_rows=_int32s(e.num_logit_rows for e in entries),
-            max_kv_lens=_int32s(e.max_kv_len for e in entries),
+            ranks=ranks,
+            rows=rows,
+            starts=starts,
+            num_tokens=num_tokens,
+            num_logit_rows=num_logit_rows,
+            max_kv_lens=max_kv_lens,
             num_decodes=len(self._decodes),
             padded_tokens=max(self._num_tokens),
             needs_late_inputs=any(e.seq.request.late_inputs for e in entries),
         )
-
-
-def _int32s(values: Iterable[int]) -> Int32s:
-    return np.fromiter(values, np.int32)

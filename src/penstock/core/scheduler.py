@@ -19,7 +19,7 @@ from penstock.core.stop import finish_reason
 from penstock.types.outputs import TokenDelta, TokenLogprob
 from penstock.types.request import FinishReason, Request, client_of
 from penstock.types.stats import EngineCounters
-from penstock.types.step import FROM_DEVICE, StepPlan, StepResult
+from penstock.types.step import FROM_DEVICE, LogprobRows, StepPlan, StepResult
 
 
 class Scheduler:
@@ -236,14 +236,16 @@ class Scheduler:
         step_id, entries = self._in_flight.popleft()
         assert result.step_id == step_id, (result.step_id, step_id)
         deltas: list[TokenDelta] = []
+        # As lists at once: one number out of an array takes as long as the rest of an entry.
+        tokens, numbers = result.token_ids.tolist(), result.num_accepted.tolist()
         for i, entry in enumerate(entries):
             seq = entry.seq
             if seq.state is not State.RUNNING or seq.life != entry.life:
                 continue
             if result.error is not None:
                 deltas.append(self._fail(seq, result.error))
-            else:
-                deltas += self._commit_entry(entry, i, result)
+            elif delta := self._commit_entry(entry, i, tokens[i][: numbers[i]], result):
+                deltas.append(delta)
         self._committed_step = step_id
         for kv in self._kvs:
             kv.release(step_id)
@@ -251,38 +253,47 @@ class Scheduler:
         self._gauge()
         return deltas
 
-    def _commit_entry(self, entry: Entry, i: int, result: StepResult) -> list[TokenDelta]:
+    def _commit_entry(
+        self, entry: Entry, i: int, new_ids: list[int], result: StepResult
+    ) -> TokenDelta | None:
         seq = entry.seq
         seq.num_in_flight -= 1
         if entry.start != FROM_DEVICE:
             self._counters.prompt_tokens += entry.num_tokens
-        prompt_logprobs = logprob_tuple(result.prompt_logprobs.get(i))
-        # A preempted sequence computes positions again that were already reported.
-        prompt_logprobs = prompt_logprobs[max(0, seq.num_prompt_logprobs - entry.start) :]
-        seq.num_prompt_logprobs += len(prompt_logprobs)
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if i in result.prompt_logprobs:
+            prompt_logprobs = self._new_prompt_logprobs(entry, result.prompt_logprobs[i])
         if not entry.num_logit_rows:
             self._index(seq, entry.start + entry.num_tokens)
             if not prompt_logprobs:
-                return []
-            return [TokenDelta(request_id=seq.id, prompt_logprobs=prompt_logprobs)]
+                return None
+            return TokenDelta(request_id=seq.id, prompt_logprobs=prompt_logprobs)
         seq.num_pending -= 1
         reason, num_before = None, seq.num_output
-        for token_id in result.token_ids[i, : result.num_accepted[i]].tolist():
+        for token_id in new_ids:
             seq.append(token_id)
             if reason := finish_reason(seq, token_id):
                 break
         num_new = seq.num_output - num_before
-        seq.unreported_logprobs += logprob_tuple(result.logprobs.get(i))[:num_new]
+        if i in result.logprobs:
+            seq.unreported_logprobs += logprob_tuple(result.logprobs[i])[:num_new]
         self._counters.generated_tokens += num_new
         seq.has_prefilled = True
         self._index(seq, seq.num_tokens - 1)
         if reason is None and not seq.is_report_due and not prompt_logprobs:
-            return []
+            return None
         delta = self._report(seq, prompt_logprobs, reason)
         if reason is not None:
             self._counters.finished += 1
             self._close(seq, reason)
-        return [delta]
+        return delta
+
+    def _new_prompt_logprobs(self, entry: Entry, rows: LogprobRows) -> tuple[TokenLogprob, ...]:
+        """A preempted sequence computes positions again that were already reported."""
+        seq, found = entry.seq, logprob_tuple(rows)
+        new = found[max(0, seq.num_prompt_logprobs - entry.start) :]
+        seq.num_prompt_logprobs += len(new)
+        return new
 
     def _report(
         self,

@@ -4,7 +4,7 @@ A `Holder` owns references to blocks; a sequence owns a holder while it runs. No
 requests, rows or steps beyond their number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.core.kv.groups import CacheGroup, GroupMatch, GroupTable
@@ -38,12 +38,12 @@ class Holder:
 
     def unsent(self) -> list[NewBlock]:
         """Blocks gained since the last call, for the device's own table."""
-        new = [
-            NewBlock(g, i, table.blocks[i])
-            for g, table in enumerate(self.tables)
-            for i in range(self._num_sent[g], len(table.blocks))
-        ]
-        self._num_sent = [len(table.blocks) for table in self.tables]
+        new: list[NewBlock] = []
+        for g, table in enumerate(self.tables):
+            num_sent, num_now = self._num_sent[g], len(table.blocks)
+            if num_sent != num_now:  # in most steps there is none
+                new += [NewBlock(g, i, table.blocks[i]) for i in range(num_sent, num_now)]
+                self._num_sent[g] = num_now
         return new
 
 
@@ -84,7 +84,7 @@ class KVManager:
         return Holder(tuple(tables), [0] * len(tables)), copies
 
     def needs_blocks(self, holder: Holder, num_tokens: int) -> bool:
-        return any(g.num_missing(t, num_tokens) for g, t in self._tables(holder))
+        return any(group.num_missing(table, num_tokens) for group, table in self._tables(holder))
 
     def shortfall(self, holder: Holder, num_tokens: int) -> int:
         """Blocks that some holder must give back before `holder` can reach `num_tokens`."""
@@ -149,5 +149,5 @@ class KVManager:
     def num_reusable(self) -> int:
         return sum(group.pool.num_reusable for group in self.groups)
 
-    def _tables(self, holder: Holder) -> list[tuple[CacheGroup, GroupTable]]:
-        return list(zip(self.groups, holder.tables, strict=True))
+    def _tables(self, holder: Holder) -> Iterator[tuple[CacheGroup, GroupTable]]:
+        return zip(self.groups, holder.tables, strict=True)

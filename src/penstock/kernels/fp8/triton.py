@@ -231,19 +231,19 @@ def rms_norm_fp8_triton(
 
 
 fp8_linear.impl(
-    "gemv",
-    needs=arch(89),
-    fits=lambda x_TI, scale, weight_OI, weight_scale, bias_O, dtype: (
-        0 < x_TI.shape[0] <= (MAX_GEMV_TOKENS, _MAX_BLOCK_GEMV_TOKENS)[weight_scale.dim() - 1]
-    ),
-)(gemv)
-fp8_linear.impl(
     "tiles",
     needs=arch(90),
     fits=lambda x_TI, scale, weight_OI, weight_scale, bias_O, dtype: (
         weight_scale.dim() == 1 and is_quicker(x_TI.shape[0], weight_OI)
     ),
 )(tiles)
+fp8_linear.impl(
+    "gemv",
+    needs=arch(89),
+    fits=lambda x_TI, scale, weight_OI, weight_scale, bias_O, dtype: (
+        0 < x_TI.shape[0] <= (MAX_GEMV_TOKENS, _MAX_BLOCK_GEMV_TOKENS)[weight_scale.dim() - 1]
+    ),
+)(gemv)
 
 
 @functools.cache

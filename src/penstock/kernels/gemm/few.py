@@ -13,7 +13,8 @@ from penstock.kernels.activation import silu_mul
 from penstock.kernels.fp8.reference import fp8_linear, silu_mul_fp8
 from penstock.kernels.op import op
 
-MAX_GEMV_TOKENS = 4  # more are quicker on tensor cores
+MIN_TILES_TOKENS = 2  # one is quicker without tensor cores
+MAX_GEMV_TOKENS = 2  # more are slower without them whatever the matrix
 MAX_TOKENS = 64  # of a gated product; more keep the gate apart
 
 

@@ -19,7 +19,12 @@ from torch import Tensor
 from penstock.kernels import tuned
 from penstock.kernels.fp8 import reference as fp8
 from penstock.kernels.gemm.dense import dense_linear
-from penstock.kernels.gemm.few import MAX_GEMV_TOKENS, MAX_TOKENS, gated_linear
+from penstock.kernels.gemm.few import (
+    MAX_GEMV_TOKENS,
+    MAX_TOKENS,
+    MIN_TILES_TOKENS,
+    gated_linear,
+)
 from penstock.kernels.gemm.tiles import TRITON_DTYPES, is_quicker, scale_strides, tiles
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -204,15 +209,6 @@ def gemv(
 
 
 @dense_linear.impl(
-    "gemv",
-    needs=arch(80),
-    fits=lambda x_TI, weight_OI, bias_O=None: 0 < x_TI.shape[0] <= MAX_GEMV_TOKENS,
-)
-def dense_linear_gemv(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return gemv(x_TI, None, weight_OI, None, bias_O, x_TI.dtype)
-
-
-@dense_linear.impl(
     "tiles",
     needs=arch(90),
     fits=lambda x_TI, weight_OI, bias_O=None: (
@@ -223,8 +219,17 @@ def dense_linear_tiles(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = 
     return tiles(x_TI, None, weight_OI, None, bias_O, x_TI.dtype)
 
 
+@dense_linear.impl(
+    "gemv",
+    needs=arch(80),
+    fits=lambda x_TI, weight_OI, bias_O=None: 0 < x_TI.shape[0] <= MAX_GEMV_TOKENS,
+)
+def dense_linear_gemv(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    return gemv(x_TI, None, weight_OI, None, bias_O, x_TI.dtype)
+
+
 gated_linear.impl(
-    "gemv", needs=arch(80), fits=lambda x_TI, *_: 0 < x_TI.shape[0] <= MAX_GEMV_TOKENS
+    "gemv", needs=arch(80), fits=lambda x_TI, *_: 0 < x_TI.shape[0] < MIN_TILES_TOKENS
 )(functools.partial(gemv, is_gated=True))
 gated_linear.impl("tiles", needs=arch(80), fits=lambda x_TI, *_: 0 < x_TI.shape[0] <= MAX_TOKENS)(
     functools.partial(tiles, is_gated=True)

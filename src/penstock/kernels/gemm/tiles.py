@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.device import num_places
-from penstock.kernels.gemm.few import MAX_TOKENS
+from penstock.kernels.gemm.few import MAX_TOKENS, MIN_TILES_TOKENS
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _ROWS = 64  # outputs of a program
@@ -34,12 +34,12 @@ class TilesConfig:
 
 
 def is_quicker(num_tokens: int, weight_OI: Tensor) -> bool:
-    """Than the library's product, by what was measured on an H200 (docs/performance.md).
+    """Than the other products there are, by what was measured on an H200 (docs/performance.md).
 
     Programs must fill the device once, or many times; half of it is enough where inputs are few.
     """
     (num_outputs, num_inputs), places = weight_OI.shape, num_places()
-    if not 0 < num_tokens <= MAX_TOKENS or weight_OI.nbytes < _MIN_BYTES:
+    if not MIN_TILES_TOKENS <= num_tokens <= MAX_TOKENS or weight_OI.nbytes < _MIN_BYTES:
         return False
     num_programs = num_outputs // _ROWS
     if num_programs >= 8 * places:
@@ -73,7 +73,7 @@ def tiles_config(
 def _dot(w, x, acc, ON_GPU: tl.constexpr):
     if not ON_GPU:  # the interpreter takes bfloat16 for whole numbers
         w, x = w.to(tl.float32), x.to(tl.float32)
-    return tl.dot(w, x, acc)
+    return tl.dot(w, x, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.gemm.few import MAX_GEMV_TOKENS
 from penstock.kernels.gemm.skinny import GemvConfig, gemv
 from penstock.kernels.moe.reference import Routing, route, router_logits
 from penstock.kernels.moe.triton_tiles import dot
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-_MAX_SMALL_TILES = 512  # more are quicker as a quarter as many larger ones
+_MAX_GEMV_TOKENS = 4
+_MAX_SMALL_TILES = 256  # more are quicker as a quarter as many larger ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,14 @@ class LogitsConfig:
 
     tokens: int  # of a program
     experts: int
-    depth: int  # inputs at once
+    parts: int  # of the inputs
+    depth: int  # inputs of a part at once
     num_warps: int
     num_stages: int
 
 
 @router_logits.impl(
-    "gemv", needs=arch(80), fits=lambda x_TD, *_: 0 < x_TD.shape[0] <= MAX_GEMV_TOKENS
+    "gemv", needs=arch(80), fits=lambda x_TD, *_: 0 < x_TD.shape[0] <= _MAX_GEMV_TOKENS
 )
 def router_logits_gemv(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
     """An expert for each program, all of its weights on the way before x is there."""
@@ -69,12 +70,44 @@ def _logits(
     tl.store(out_ptr, acc, mask=is_token & is_expert)
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _logits_in_parts(
+    x_ptr, w_ptr, bias_ptr, out_ptr, num_tokens, stride_x, stride_w,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr, ON_GPU: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The same, each part of the inputs added up by warps of its own: where there are few programs,
+    tensor cores that wait for each other's sums take most of the time."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token, is_expert = (tokens < num_tokens)[:, None], (experts < E)[None, :]
+    x_ptr += tokens.to(tl.int64)[None, :, None] * stride_x
+    w_ptr += experts[None, None, :] * stride_w
+    acc = tl.zeros((PARTS, BLOCK_T, BLOCK_E), tl.float32)
+    of_parts = tl.arange(0, PARTS)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    for start in range(0, D, PARTS * BLOCK_D):
+        inputs = start + of_parts
+        x_mask = is_token[None, :, :] & (inputs < D)[:, None, :]
+        w_mask = (inputs < D)[:, :, None] & is_expert[None, :, :]
+        x = tl.load(x_ptr + inputs[:, None, :], mask=x_mask, other=0.0)
+        w = tl.load(w_ptr + inputs[:, :, None], mask=w_mask, other=0.0)
+        acc = dot(x, w, acc, ON_GPU)
+    y = tl.sum(acc, 0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)[None, :]
+    out_ptr += tokens.to(tl.int64)[:, None] * E + experts[None, :]
+    tl.store(out_ptr, y, mask=is_token & is_expert)
+
+
 def logits_config(num_tokens: int, num_experts: int) -> LogitsConfig:
     """The weights are small and lie in the cache: the more programs read them, the better."""
     num_small = triton.cdiv(num_tokens, 16) * triton.cdiv(num_experts, 16)
     if num_small <= _MAX_SMALL_TILES:
-        return LogitsConfig(tokens=16, experts=16, depth=256, num_warps=2, num_stages=4)
-    return LogitsConfig(tokens=64, experts=64, depth=128, num_warps=4, num_stages=3)
+        return LogitsConfig(tokens=16, experts=16, parts=4, depth=64, num_warps=4, num_stages=6)
+    return LogitsConfig(tokens=64, experts=64, parts=1, depth=128, num_warps=4, num_stages=3)
 
 
 @router_logits.impl(
@@ -92,9 +125,10 @@ def router_logits_tiles(
     assert x_TD.stride(1) == weight_ED.stride(1) == 1, (x_TD.stride(), weight_ED.stride())
     c = config or logits_config(num_tokens, num_experts)
     out_TE = x_TD.new_empty((num_tokens, num_experts), dtype=torch.float32)
-    _logits[(triton.cdiv(num_experts, c.experts), triton.cdiv(num_tokens, c.tokens))](
+    kernel, parts = (_logits, {}) if c.parts == 1 else (_logits_in_parts, {"PARTS": c.parts})
+    kernel[(triton.cdiv(num_experts, c.experts), triton.cdiv(num_tokens, c.tokens))](
         x_TD, weight_ED, bias_E, out_TE, num_tokens, x_TD.stride(0), weight_ED.stride(0),
-        D=size, E=num_experts, BLOCK_T=c.tokens, BLOCK_E=c.experts, BLOCK_D=c.depth,
+        D=size, E=num_experts, BLOCK_T=c.tokens, BLOCK_E=c.experts, BLOCK_D=c.depth, **parts,
         HAS_BIAS=bias_E is not None, ON_GPU=x_TD.is_cuda, num_warps=c.num_warps,
         num_stages=c.num_stages, **launch_options(x_TD),
     )  # fmt: skip
@@ -111,15 +145,18 @@ def _route(
 ):  # fmt: skip
     """The K largest scores of a row, one after the other; one program per token.
 
-    Scores lie as [group, expert of the group]; where two are equal the first one counts. What is
-    compared has the rank above and the place below, so that one search finds both.
+    Scores lie as [group, expert of the group]; where two are equal the first one counts. They are
+    compared as whole numbers, of which a warp finds the largest in one instruction.
     """
     let_next_start(PDL)
-    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     groups, within = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
     inside = (groups[:, None] < G) & (within[None, :] < E // G)
     numbers = groups[:, None] * (E // G) + within[None, :]
+    slot_of = tl.load(slot_of_ptr + numbers, mask=inside, other=0)
+    if HAS_CORRECTION:
+        correction = tl.load(correction_ptr + numbers, mask=inside, other=0.0)
+    wait_for_previous(PDL)
     logits = tl.load(logits_ptr + token * stride_t + numbers, mask=inside, other=float("-inf"))
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
@@ -128,7 +165,7 @@ def _route(
         scores = scores / tl.sum(tl.sum(scores, 1), 0)
     rank = scores
     if HAS_CORRECTION:
-        rank += tl.load(correction_ptr + numbers, mask=inside, other=0.0)
+        rank += correction
     rank = tl.where(inside, rank, float("-inf"))
 
     if ACTIVE_GROUPS < G:
@@ -144,25 +181,22 @@ def _route(
         rank = tl.where(is_open[:, None], rank, float("-inf"))
 
     SIZE: tl.constexpr = BLOCK_G * BLOCK_E
-    NONE: tl.constexpr = -(1 << 63)
+    NONE: tl.constexpr = -(1 << 31)
     bits = rank.to(tl.int32, bitcast=True)
     bits ^= (bits >> 31) & 0x7FFFFFFF  # ordered as the floats are; NaN before or behind all others
-    place = groups[:, None] * BLOCK_E + within[None, :]
-    keys = (bits.to(tl.int64) << 32) | (SIZE - place)
-    keys = tl.reshape(tl.where(inside, keys, NONE), (SIZE,))
-    chosen = tl.arange(0, BLOCK_K)
+    keys = tl.reshape(tl.where(inside, tl.maximum(bits, NONE + 1), NONE), (SIZE,))
+    all_places, chosen = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
     places = tl.zeros((BLOCK_K,), tl.int32)
     for k in tl.static_range(K):
-        key = tl.max(keys, 0)
-        places = tl.where(chosen == k, SIZE - key.to(tl.int32), places)
-        keys = tl.where(keys == key, NONE, keys)
+        place = tl.min(tl.where(keys == tl.max(keys, 0), all_places, SIZE), 0)
+        places = tl.where(chosen == k, place, places)
+        keys = tl.where(all_places == place, NONE, keys)
     weights = tl.where(chosen < K, tl.gather(tl.reshape(scores, (SIZE,)), places, 0), 0.0)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
 
     taken = chosen < K
-    experts = places // BLOCK_E * (E // G) + places % BLOCK_E
-    slots = tl.load(slot_of_ptr + experts, mask=taken, other=0)
+    slots = tl.gather(tl.reshape(slot_of, (SIZE,)), places, 0)
     tl.store(slots_ptr + token * K + chosen, slots, mask=taken)
     tl.store(weights_ptr + token * K + chosen, weights * scale, mask=taken)
     tl.atomic_add(load_ptr + slots, tl.full((BLOCK_K,), 1, tl.int64), mask=taken)

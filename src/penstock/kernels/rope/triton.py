@@ -13,7 +13,11 @@ from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.rope.reference import rope_kv_write
 
-_HEADS = 8  # heads of one program
+_HEADS = 8  # of a program, where there are few tokens
+_MANY_TOKENS = 128
+_TILE = (
+    2048  # channels of a program, where there are many; H200: gpt-oss, 8192 tokens 50 us, not 90
+)
 
 
 @triton.jit
@@ -47,8 +51,8 @@ def _rope_kv_write(
     qkv_ptr, q_weight_ptr, k_weight_ptr, eps, table_ptr, positions_ptr, slots_ptr,
     q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale, v_scale, stride_t, stride_b,
     H: tl.constexpr, Q_STEP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    S: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    S: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (token, group of heads): the query's groups first, then the key's."""
     let_next_start(PDL)
@@ -67,19 +71,19 @@ def _rope_kv_write(
         to = (token * H + heads) * D + cols
         tl.store(q_out_ptr + to, q.to(q_out_ptr.dtype.element_ty), mask=inside)
     else:
-        heads = ((group - Q_GROUPS) * HEADS + tl.arange(0, HEADS))[:, None]
-        inside = (heads < K) & (cols < D)
-        k_ptr = x_ptr + (H * Q_STEP + heads) * D
-        k = _rotated(k_ptr, inside, k_weight_ptr, eps, table_ptr, position, cols, D, R, HAS_NORM)
+        kv_heads = ((group - Q_GROUPS) * KV_HEADS + tl.arange(0, KV_HEADS))[:, None]
+        is_kv = (kv_heads < K) & (cols < D)
+        k_ptr = x_ptr + (H * Q_STEP + kv_heads) * D
+        k = _rotated(k_ptr, is_kv, k_weight_ptr, eps, table_ptr, position, cols, D, R, HAS_NORM)
         k = k.to(qkv_ptr.dtype.element_ty).to(tl.float32)
-        v = tl.load(k_ptr + K * D + cols, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(k_ptr + K * D + cols, mask=is_kv, other=0.0).to(tl.float32)
         if k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:  # as stored() in the reference
             k = tl.minimum(tl.maximum(k / k_scale, -448.0), 448.0)
             v = tl.minimum(tl.maximum(v / v_scale, -448.0), 448.0)
         slot = tl.load(slots_ptr + token)
-        to = (slot // S) * stride_b + heads * (S * D) + (slot % S) * D + cols
-        tl.store(k_cache_ptr + to, k.to(k_cache_ptr.dtype.element_ty), mask=inside)
-        tl.store(v_cache_ptr + to, v.to(v_cache_ptr.dtype.element_ty), mask=inside)
+        kv_to = (slot // S) * stride_b + kv_heads * (S * D) + (slot % S) * D + cols
+        tl.store(k_cache_ptr + kv_to, k.to(k_cache_ptr.dtype.element_ty), mask=is_kv)
+        tl.store(v_cache_ptr + kv_to, v.to(v_cache_ptr.dtype.element_ty), mask=is_kv)
 
 
 @rope_kv_write.impl("triton", needs=arch(80))
@@ -107,13 +111,17 @@ def rope_kv_write_triton(
     if num_tokens == 0:
         return q_THD
     block_d = triton.next_power_of_2(size)
-    grid = (num_tokens, triton.cdiv(num_heads, _HEADS) + triton.cdiv(num_kv_heads, _HEADS))
+    heads = _HEADS
+    if num_tokens >= _MANY_TOKENS and q_weight_D is None:  # with a norm it is slower
+        heads = max(_HEADS, min(_TILE // block_d, triton.next_power_of_2(num_heads)))
+    kv_heads = min(heads, triton.next_power_of_2(num_kv_heads))
+    grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, kv_heads))
     _rope_kv_write[grid](
         qkv_TND, q_weight_D, k_weight_D, eps, cos_sin_PR, positions_T, slots_T,
         q_THD, k_cache_BKSD, v_cache_BKSD, k_scale, v_scale,
         qkv_TND.stride(0), k_cache_BKSD.stride(0),
         H=num_heads, Q_STEP=q_step, K=num_kv_heads, D=size, R=cos_sin_PR.shape[1], S=block_size,
-        BLOCK_D=block_d, HEADS=_HEADS, HAS_NORM=q_weight_D is not None,
-        num_warps=max(1, min(8, block_d * _HEADS // 256)), **launch_options(qkv_TND),
+        BLOCK_D=block_d, HEADS=heads, KV_HEADS=kv_heads, HAS_NORM=q_weight_D is not None,
+        num_warps=max(1, min(8, block_d * heads // 256)), **launch_options(qkv_TND),
     )  # fmt: skip
     return q_THD

@@ -4,10 +4,12 @@ Noise is a function, not a stream: the uniform of (seed, index, token) is a hash
 row draws the same whatever stands beside it in the batch, and again after it was preempted and
 recomputed.
 
-Legend: L rows of logits, V vocabulary, C candidates, S slots of seen tokens.
+Legend: L rows of logits, V vocabulary, B blocks of it, N numbers, C candidates, S slots of seen
+tokens.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.native import library
@@ -21,6 +23,8 @@ MIX_1 = 0x6A09E667
 MIX_2 = 0xBB67AE85 - 2**32
 GOLDEN = 0x9E3779B9 - 2**32
 _LARGEST_BELOW_1 = 1.0 - 2.0**-24
+
+DRAW_BLOCK = 4096  # tokens; which token a seed draws depends on it
 
 
 @op(gpu_module=_TRITON)
@@ -56,14 +60,32 @@ def gumbel_argmax(
 ) -> Tensor:
     """One token id per row, int64, drawn from softmax(logits / temperature) over logits >= cutoff.
 
-    argmax(logits + temperature * gumbel) is such a draw, and the plain argmax at temperature 0.
-    Seeds are int64, indices (the new token's place in its sequence) int32 or int64.
+    argmax(x + temperature * gumbel) of some x is a draw from softmax(x / temperature), and the
+    plain argmax at temperature 0. First one of the blocks is drawn so, x being temperature *
+    logsumexp(logits / temperature) of a block, then a token of that block: noise takes far longer
+    than sums. Seeds are int64, indices (the new token's place in its sequence) int32 or int64.
     """
-    noise_LV = gumbel(seeds_L, indices_L, logits_LV.shape[-1])
-    scores_LV = logits_LV.float() + temperature_L[:, None] * noise_LV
+    logits_LV = logits_LV.float()
     if cutoffs_L is not None:
-        scores_LV = scores_LV.masked_fill(logits_LV.float() < cutoffs_L[:, None], -torch.inf)
-    return scores_LV.argmax(-1)
+        logits_LV = logits_LV.masked_fill(logits_LV < cutoffs_L[:, None], -torch.inf)
+    size = min(DRAW_BLOCK, logits_LV.shape[-1])
+    padded_LV = F.pad(logits_LV, (0, -logits_LV.shape[-1] % size), value=-torch.inf)
+    logits_LBN = padded_LV.unflatten(1, (-1, size))
+    temperature_L1 = temperature_L[:, None]
+    inverse_L11 = torch.where(temperature_L > 0, 1.0 / temperature_L, 1.0)[:, None, None]
+
+    top_LB = logits_LBN.amax(-1)
+    shift_LB1 = top_LB.masked_fill(top_LB == -torch.inf, 0.0)[..., None]
+    mass_LB = ((logits_LBN - shift_LB1) * inverse_L11).exp().sum(-1).clamp(min=1.0)
+    # Blocks have the numbers that no token has.
+    blocks_B = -1 - torch.arange(top_LB.shape[1], device=logits_LV.device)
+    noise_LB = mass_LB.log() + gumbel(seeds_L, indices_L, blocks_B)
+    block_L1 = (top_LB + temperature_L1 * noise_LB).argmax(-1, keepdim=True)
+
+    tokens_LN = block_L1 * size + torch.arange(size, device=logits_LV.device)
+    logits_LN = logits_LBN.gather(1, block_L1[..., None].expand(-1, -1, size))[:, 0]
+    drawn_LN = logits_LN + temperature_L1 * gumbel(seeds_L, indices_L, tokens_LN)
+    return tokens_LN.gather(1, drawn_LN.argmax(-1, keepdim=True))[:, 0]
 
 
 @op(gpu_module=_TRITON)
@@ -128,21 +150,23 @@ def apply_penalties(
     logits_LV.copy_(penalised_LV)
 
 
-def gumbel(seeds_L: Tensor, indices_L: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [L, V], fp32: -log of an exponential, exact near its small end."""
-    bits_LV = hash_bits(seeds_L, indices_L, vocab_size)
+def gumbel(seeds_L: Tensor, indices_L: Tensor, numbers: Tensor) -> Tensor:
+    """Standard Gumbel noise [L, N], fp32: -log of an exponential, exact near its small end."""
+    bits_LN = hash_bits(seeds_L, indices_L, numbers)
     # An int32 read as unsigned: the smallest uniform is 2^-33, so the largest noise is about 22.9.
-    uniform_LV = (bits_LV.float() + 2.0**32 * (bits_LV < 0) + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-uniform_LV.clamp(max=_LARGEST_BELOW_1)))
+    uniform_LN = (bits_LN.float() + 2.0**32 * (bits_LN < 0) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform_LN.clamp(max=_LARGEST_BELOW_1)))
 
 
-def hash_bits(seeds_L: Tensor, indices_L: Tensor, vocab_size: int) -> Tensor:
-    """32 random bits [L, V] as int32: a pure function of (seed, index, token)."""
+def hash_bits(seeds_L: Tensor, indices_L: Tensor, numbers: Tensor) -> Tensor:
+    """32 random bits [L, N] as int32: a pure function of (seed, index, number).
+
+    `numbers` are [N] or [L, N]: tokens and blocks.
+    """
     low_L, high_L = seeds_L.int(), (seeds_L >> 32).int()
     key_1_L = _mix(_mix(low_L + GOLDEN) ^ indices_L.int())
     key_2_L = _mix(key_1_L + high_L)
-    tokens_V = torch.arange(vocab_size, dtype=torch.int32, device=seeds_L.device)
-    return _mix(_mix(tokens_V ^ key_1_L[:, None]) + key_2_L[:, None])
+    return _mix(_mix(numbers.int() ^ key_1_L[:, None]) + key_2_L[:, None])
 
 
 def _mix(x: Tensor) -> Tensor:

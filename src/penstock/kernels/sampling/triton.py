@@ -15,8 +15,10 @@ _MIX_1 = tl.constexpr(reference.MIX_1)
 _MIX_2 = tl.constexpr(reference.MIX_2 + 2**32)
 _GOLDEN = tl.constexpr(reference.GOLDEN + 2**32)
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 _SPLIT = 4096  # tokens per program of the argmax: one row of a 128k vocabulary keeps 32 SMs busy
+_DRAW_BLOCK = reference.DRAW_BLOCK
 _SEARCH_BLOCK = 16384  # H200, 256 rows of 128k bf16, top-p: 255 us; 8192 and 16 warps: 305 us
 _SEARCH_WARPS = 32
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # as fp32, always zero
@@ -31,13 +33,13 @@ def mix(x):
 
 
 @triton.jit
-def hash_bits(seed, index, tokens):
-    """32 bits per token as uint32; seed int64, index and tokens any integer type."""
+def hash_bits(seed, index, numbers):
+    """32 bits per number as uint32; seed int64, index and numbers any integer type."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     key_1 = mix(mix(low + _GOLDEN) ^ index.to(tl.uint32))
     key_2 = mix(key_1 + high)
-    return mix(mix(tokens.to(tl.uint32) ^ key_1) + key_2)
+    return mix(mix(numbers.to(tl.uint32) ^ key_1) + key_2)
 
 
 @triton.jit
@@ -51,26 +53,15 @@ def gumbel(bits):
 
 @triton.jit
 def _best_of_split(
-    logits_ptr, temperature_ptr, seeds_ptr, indices_ptr, cutoffs_ptr,
-    best_scores_ptr, best_ids_ptr,
-    vocab_size, row_stride, temperature_stride, seeds_stride,
-    NOISE: tl.constexpr, CUTOFF: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Best score and its token of one row's split; one program per (row, split)."""
+    logits_ptr, best_scores_ptr, best_ids_ptr, vocab_size, row_stride, SPLIT: tl.constexpr
+):
+    """The largest logit and its token of one row's split; one program per (row, split)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = split * SPLIT + tl.arange(0, SPLIT)
     logits = tl.load(
         logits_ptr + row * row_stride + tokens, mask=tokens < vocab_size, other=float("-inf")
     ).to(tl.float32)
-    scores = logits
-    if NOISE:
-        temperature = tl.load(temperature_ptr + row * temperature_stride)
-        seed = tl.load(seeds_ptr + row * seeds_stride)
-        noise = gumbel(hash_bits(seed, tl.load(indices_ptr + row), tokens))
-        scores += temperature * noise
-    if CUTOFF:
-        scores = tl.where(logits >= tl.load(cutoffs_ptr + row), scores, float("-inf"))
-    best_score, best = tl.max(scores, 0, return_indices=True)
+    best_score, best = tl.max(logits, 0, return_indices=True)
     out = row * tl.num_programs(1) + split
     tl.store(best_scores_ptr + out, best_score)
     tl.store(best_ids_ptr + out, split * SPLIT + best)
@@ -94,41 +85,77 @@ def _best_of_splits(
     tl.store(ids_ptr + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
 
 
-def _launch_argmax(
-    logits_LV: Tensor,
-    temperature_L: Tensor | None,
-    seeds_L: Tensor | None,
-    indices_L: Tensor | None,
-    cutoffs_L: Tensor | None,
-) -> Tensor:
+@reference.argmax.impl("triton", needs=arch(80))
+def argmax(logits_LV: Tensor) -> Tensor:
     num_rows, vocab_size = logits_LV.shape
     assert logits_LV.stride(1) == 1, logits_LV.stride()
-    assert indices_L is None or indices_L.is_contiguous()
-    assert cutoffs_L is None or cutoffs_L.is_contiguous()
     num_splits = triton.cdiv(vocab_size, _SPLIT)
     scores_LS = logits_LV.new_empty((num_rows, num_splits), dtype=torch.float32)
     best_LS = logits_LV.new_empty((num_rows, num_splits), dtype=torch.int32)
     ids_L = logits_LV.new_empty(num_rows, dtype=torch.int64)
-    if num_rows == 0:
-        return ids_L
-    _best_of_split[num_rows, num_splits](
-        logits_LV, temperature_L, seeds_L, indices_L, cutoffs_L, scores_LS, best_LS,
-        vocab_size,
-        logits_LV.stride(0),
-        0 if temperature_L is None else temperature_L.stride(0),
-        0 if seeds_L is None else seeds_L.stride(0),
-        NOISE=temperature_L is not None, CUTOFF=cutoffs_L is not None, SPLIT=_SPLIT,
-        num_warps=8,
-    )  # fmt: skip
-    _best_of_splits[num_rows,](
-        scores_LS, best_LS, ids_L, num_splits, vocab_size, SPLITS=triton.next_power_of_2(num_splits)
-    )
+    if num_rows:
+        _best_of_split[num_rows, num_splits](
+            logits_LV, scores_LS, best_LS, vocab_size, logits_LV.stride(0), SPLIT=_SPLIT,
+            num_warps=8,
+        )  # fmt: skip
+        _best_of_splits[num_rows,](
+            scores_LS, best_LS, ids_L, num_splits, vocab_size,
+            SPLITS=triton.next_power_of_2(num_splits),
+        )  # fmt: skip
     return ids_L
 
 
-@reference.argmax.impl("triton", needs=arch(80))
-def argmax(logits_LV: Tensor) -> Tensor:
-    return _launch_argmax(logits_LV, None, None, None, None)
+@triton.jit
+def _allowed(
+    logits_ptr, cutoffs_ptr, row, tokens, vocab_size, row_stride, HAS_CUTOFF: tl.constexpr
+):
+    """Logits in fp32; -inf where there is no token, or one below the cutoff."""
+    x = tl.load(
+        logits_ptr + row * row_stride + tokens, mask=tokens < vocab_size, other=float("-inf")
+    ).to(tl.float32)
+    if HAS_CUTOFF:
+        x = tl.where(x >= tl.load(cutoffs_ptr + row), x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _sum_blocks(
+    logits_ptr, temperature_ptr, cutoffs_ptr, sums_ptr, vocab_size, row_stride, temperature_stride,
+    HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """sums[row, block] = temperature * log(sum of exp(x / temperature)), or at temperature 0 the
+    largest x; one program each."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    x = _allowed(logits_ptr, cutoffs_ptr, row, tokens, vocab_size, row_stride, HAS_CUTOFF)
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
+    top = tl.max(x, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    per_unit = _LOG2_E / tl.where(temperature > 0, temperature, 1.0)
+    mass = tl.maximum(tl.sum(tl.exp2((x - shift) * per_unit), 0), 1.0)
+    tl.store(sums_ptr + row * tl.num_programs(1) + block, top + temperature * tl.log(mass))
+
+
+@triton.jit
+def _draw(
+    logits_ptr, temperature_ptr, seeds_ptr, indices_ptr, cutoffs_ptr, sums_ptr, ids_ptr,
+    vocab_size, num_blocks, row_stride, temperature_stride, seeds_stride,
+    HAS_CUTOFF: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ids[row] = a token of one of the blocks, both drawn as the reference says; one per row."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row * temperature_stride)
+    seed, index = tl.load(seeds_ptr + row * seeds_stride), tl.load(indices_ptr + row)
+    blocks = tl.arange(0, BLOCKS)
+    sums_ptr += row * num_blocks
+    sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    block = tl.argmax(sums + temperature * gumbel(hash_bits(seed, index, -1 - blocks)), 0)
+    # A row of NaN compares with nothing; it still has to name a token of the vocabulary.
+    block = tl.minimum(block, num_blocks - 1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    x = _allowed(logits_ptr, cutoffs_ptr, row, tokens, vocab_size, row_stride, HAS_CUTOFF)
+    best = tl.argmax(x + temperature * gumbel(hash_bits(seed, index, tokens)), 0)
+    tl.store(ids_ptr + row, tl.minimum(block * BLOCK + best, vocab_size - 1).to(tl.int64))
 
 
 @reference.gumbel_argmax.impl("triton", needs=arch(80))
@@ -139,7 +166,25 @@ def gumbel_argmax(
     indices_L: Tensor,
     cutoffs_L: Tensor | None = None,
 ) -> Tensor:
-    return _launch_argmax(logits_LV, temperature_L, seeds_L, indices_L, cutoffs_L)
+    num_rows, vocab_size = logits_LV.shape
+    assert logits_LV.stride(1) == 1, logits_LV.stride()
+    assert indices_L.is_contiguous() and (cutoffs_L is None or cutoffs_L.is_contiguous())
+    num_blocks = triton.cdiv(vocab_size, _DRAW_BLOCK)
+    sums_LB = logits_LV.new_empty((num_rows, num_blocks), dtype=torch.float32)
+    ids_L = logits_LV.new_empty(num_rows, dtype=torch.int64)
+    if num_rows:
+        _sum_blocks[num_rows, num_blocks](
+            logits_LV, temperature_L, cutoffs_L, sums_LB,
+            vocab_size, logits_LV.stride(0), temperature_L.stride(0),
+            HAS_CUTOFF=cutoffs_L is not None, BLOCK=_DRAW_BLOCK, num_warps=4,
+        )  # fmt: skip
+        _draw[num_rows,](
+            logits_LV, temperature_L, seeds_L, indices_L, cutoffs_L, sums_LB, ids_L,
+            vocab_size, num_blocks, logits_LV.stride(0), temperature_L.stride(0),
+            seeds_L.stride(0), HAS_CUTOFF=cutoffs_L is not None,
+            BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=_DRAW_BLOCK, num_warps=16,
+        )  # fmt: skip
+    return ids_L
 
 
 @triton.jit
