@@ -8,8 +8,15 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+LONGEST = "test_kernels_compile.py"  # minutes in one test: begun last, others would wait for it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != LONGEST)

@@ -145,3 +145,20 @@ def test_penalties(vocab_size):
     kernels.apply_penalties(found, *args)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(found[3], logits[3])
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])  # from a nucleus of nearly all to one of a few
+def test_cutoffs_keep_what_a_whole_sort_would(spread):
+    torch.manual_seed(0)
+    logits = spread * torch.randn(6, 5000)
+    top_k = torch.tensor([0, 0, 50, 3000, 0, 1500], dtype=torch.int32)
+    top_p = torch.tensor([0.9, 0.5, 1.0, 0.8, 1.0, 1.0])
+    temperature, min_p = torch.tensor([1.0, 0.7, 1.0, 2.0, 1.0, 1.0]), torch.zeros(6)
+    found = reference.sampling_cutoffs.reference(logits, temperature, top_k, top_p, min_p, 5000)
+    for row in range(6):
+        best = logits[row].double().sort(descending=True).values[: int(top_k[row]) or None]
+        shares = torch.softmax(best / temperature[row], 0)
+        num_kept = int((shares.cumsum(0) - shares < top_p[row].double()).sum())
+        if not top_k[row] and top_p[row] == 1.0:
+            num_kept = 5000
+        assert abs(int((logits[row] >= found[row]).sum()) - num_kept) <= 1, row

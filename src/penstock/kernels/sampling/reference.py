@@ -25,6 +25,7 @@ GOLDEN = 0x9E3779B9 - 2**32
 _LARGEST_BELOW_1 = 1.0 - 2.0**-24
 
 DRAW_BLOCK = 4096  # tokens; which token a seed draws depends on it
+_FIRST_CANDIDATES = 1024  # top-p seldom needs more, and sorting all takes ten times as long
 
 
 @op(gpu_module=_TRITON)
@@ -103,27 +104,52 @@ def sampling_cutoffs(
     top_k 0, top_p 1 and min_p 0 keep everything. `num_candidates` bounds how deep the search must
     look: the largest top_k if every row with a top-p has one, else V.
     """
-    logits_LV = logits_LV.float()
-    if num_candidates < logits_LV.shape[-1]:
-        candidates_LC = logits_LV.topk(num_candidates).values
-    else:
-        candidates_LC = logits_LV.sort(-1, descending=True).values
-    max_L1 = candidates_LC[:, :1]
+    logits_LV, vocab_size = logits_LV.float(), logits_LV.shape[-1]
+    num_candidates = min(num_candidates, vocab_size)
     temperature_L1 = torch.where(temperature_L > 0, temperature_L, 1.0)[:, None]
-
     has_k_L, has_p_L = top_k_L > 0, top_p_L < 1.0
-    k_L1 = torch.where(has_k_L, top_k_L, logits_LV.shape[-1])[:, None]
-    is_kept_LC = torch.arange(candidates_LC.shape[-1], device=logits_LV.device) < k_L1
-    weights_LC = ((candidates_LC - max_L1) / temperature_L1).exp() * is_kept_LC
+    k_L1, p_L1 = torch.where(has_k_L, top_k_L, vocab_size)[:, None], top_p_L[:, None]
+
+    candidates_LC = _best(logits_LV, min(num_candidates, _FIRST_CANDIDATES))
+    max_L1 = candidates_LC[:, :1]
+    weights_LC = _weights(candidates_LC, max_L1, temperature_L1, k_L1)
+    mass_L1 = weights_LC.sum(-1, keepdim=True)
+    if candidates_LC.shape[-1] < num_candidates:
+        has_all_L1 = k_L1 <= candidates_LC.shape[-1]
+        whole_L1 = ((logits_LV - max_L1) / temperature_L1).exp().sum(-1, keepdim=True)
+        has_p_inside_L1 = ~has_k_L[:, None] & (~has_p_L[:, None] | (mass_L1 >= p_L1 * whole_L1))
+        if (has_all_L1 | has_p_inside_L1).all():
+            mass_L1 = torch.where(has_all_L1, mass_L1, whole_L1)
+        else:
+            candidates_LC = _best(logits_LV, num_candidates)
+            weights_LC = _weights(candidates_LC, max_L1, temperature_L1, k_L1)
+            mass_L1 = weights_LC.sum(-1, keepdim=True)
     mass_before_LC = weights_LC.cumsum(-1) - weights_LC
-    in_nucleus_LC = mass_before_LC < top_p_L[:, None] * weights_LC.sum(-1, keepdim=True)
-    is_kept_LC = is_kept_LC & (in_nucleus_LC | ~has_p_L[:, None])
+    in_nucleus_LC = (mass_before_LC < p_L1 * mass_L1) | ~has_p_L[:, None]
+    is_kept_LC = _in_k(candidates_LC, k_L1) & in_nucleus_LC
 
     last_L1 = (is_kept_LC.sum(-1, keepdim=True) - 1).clamp(min=0)
     cutoffs_L = candidates_LC.gather(-1, last_L1)[:, 0]
     cutoffs_L = torch.where(has_k_L | has_p_L, cutoffs_L, -torch.inf)
     min_p_cutoffs_L = (max_L1 + temperature_L1 * min_p_L[:, None].log())[:, 0]
     return torch.maximum(cutoffs_L, min_p_cutoffs_L)
+
+
+def _best(logits_LV: Tensor, num: int) -> Tensor:
+    """The `num` largest of each row, the largest first."""
+    if num < logits_LV.shape[-1]:
+        return logits_LV.topk(num).values
+    return logits_LV.sort(-1, descending=True).values
+
+
+def _in_k(candidates_LC: Tensor, k_L1: Tensor) -> Tensor:
+    return torch.arange(candidates_LC.shape[-1], device=k_L1.device) < k_L1
+
+
+def _weights(candidates_LC: Tensor, max_L1: Tensor, temperature_L1: Tensor, k_L1: Tensor) -> Tensor:
+    """Those of a softmax before they are made to sum up to 1; 0 behind the k-th."""
+    weights_LC = ((candidates_LC - max_L1) / temperature_L1).exp()
+    return weights_LC * _in_k(candidates_LC, k_L1)
 
 
 @op(gpu_module=_TRITON)
