@@ -274,7 +274,7 @@ def parse_args() -> argparse.Namespace:
         "--ends-at", type=float, default=math.inf, help="limit of the training as a UNIX time"
     )
     parser.add_argument("--steps", type=int, default=0, help="limit of the steps; 0: none")
-    parser.add_argument("--batch", type=int, default=32768, help="tokens per step")
+    parser.add_argument("--batch", type=int, default=16384, help="tokens per step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate-every", type=float, default=120.0, help="seconds")

@@ -76,9 +76,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the checkpoints and logs go")
     parser.add_argument("--data", type=Path, required=True, help="where the packed corpora go")
-    parser.add_argument("--minutes", type=float, default=12.0, help="for everything")
+    parser.add_argument("--minutes", type=float, default=9.6, help="for everything")
     parser.add_argument("--ending", type=float, default=30.0, help="seconds kept for scoring")
-    parser.add_argument("--docs", type=int, default=3_000_000, help="chats; harmony gets half")
+    parser.add_argument("--docs", type=int, default=1_600_000, help="chats; harmony gets half")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=tuple(FORMATS), default=list(FORMATS))
     parser.epilog = "other arguments, such as --steps, --batch and --lr, go to every train.py"
