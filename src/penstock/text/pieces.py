@@ -26,11 +26,8 @@ def piece_rule(decoder: Mapping[str, Any] | None) -> PieceRule:
     if decoder is None:
         return PieceRule(lambda token: b" " + token.encode(), _cut_one_blank)
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    if [step["type"] for step in steps] == ["ByteLevel"]:
-        return PieceRule(_byte_level, _unchanged)
-
     replaced: list[tuple[str, str]] = []
-    byte_fallback = fused = False
+    byte_fallback = fused = byte_level = False
     first = _unchanged
     for step in steps:
         match step:
@@ -40,6 +37,10 @@ def piece_rule(decoder: Mapping[str, Any] | None) -> PieceRule:
                 byte_fallback = True
             case {"type": "Fuse"}:
                 fused = True
+            case {"type": "ByteLevel"} if (
+                step is steps[-1]
+            ):  # alone, or as GGUF files are converted
+                byte_level = True
             case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0} if fused:
                 first = _cut_one_blank if start else _unchanged
             case {"type": "Metaspace", "replacement": str(old)}:
@@ -48,8 +49,8 @@ def piece_rule(decoder: Mapping[str, Any] | None) -> PieceRule:
             case _:
                 raise ConfigError(
                     f"the tokenizer's decoder step '{step['type']}' is not supported here (known: "
-                    "ByteLevel, Replace, ByteFallback, Fuse, Strip after Fuse, Metaspace); set "
-                    "skip_tokenizer_init: true to work with token ids only"
+                    "ByteLevel at the end, Replace, ByteFallback, Fuse, Strip after Fuse, "
+                    "Metaspace); set skip_tokenizer_init: true to work with token ids only"
                 )
 
     def to_bytes(token: str) -> bytes:
@@ -57,7 +58,7 @@ def piece_rule(decoder: Mapping[str, Any] | None) -> PieceRule:
             return byte
         for old, new in replaced:
             token = token.replace(old, new)
-        return token.encode()
+        return _byte_level(token) if byte_level else token.encode()
 
     return PieceRule(to_bytes, first)
 

@@ -15,7 +15,7 @@ from tokenizers import (
 
 SHARED = Path(__file__).parents[4] / "shared" / "tokenizers"
 REAL = ("deepseek-v3", "gpt-oss", "llama-3", "qwen2.5", "qwen3")  # folders of SHARED
-TINY = ("byte_level", "sentencepiece_style", "metaspace")  # functions below
+TINY = ("byte_level", "sentencepiece_style", "metaspace", "converted_from_gguf")  # functions below
 SPECIALS = ("<s>", "</s>", "<pad>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
@@ -66,6 +66,20 @@ def sentencepiece_style() -> Tokenizer:
 def metaspace() -> Tokenizer:
     tokenizer = sentencepiece_style()
     tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def converted_from_gguf() -> Tokenizer:
+    """Byte-level, with the decoder that transformers gives the tokenizer of such a file."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Replace("▁", " "),
+            decoders.ByteLevel(),
+        ]
+    )
     return tokenizer
 
 
