@@ -62,7 +62,7 @@ client=(penstock)
 if [[ -n $image ]]; then
     cache=${HF_HOME:-$HOME/.cache/huggingface}
     mkdir -p "$cache"
-    client=(docker run --rm --network host -v "$output:$output" -v "$cache:/root/.cache/huggingface")
+    client=(docker run --rm --network host -v "$output:$output" -v "$cache:/hub" -e HF_HOME=/hub)
     if [[ -n $dataset ]]; then
         dataset=$(realpath "$dataset")
         client+=(-v "$dataset:$dataset:ro")

@@ -52,7 +52,7 @@ def scaled(
 
 
 @int8_linear.impl("torch", needs=cpu())
-def int8_linear_cpu(
+def int8_linear_int_mm(
     x_TI: Tensor,
     scale: Tensor,
     weight_OI: Tensor,

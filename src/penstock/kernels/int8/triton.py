@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.int8.reference import int8_linear, quantize_int8, scaled
+from penstock.kernels.int8.reference import int8_linear, int8_linear_int_mm, quantize_int8
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -35,13 +35,14 @@ def _quantize(
             cols = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(x))
-        scale = tl.maximum(tl.max(largest, axis=0), 1e-12) / 127.0
+        scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), 1e-12), 127.0)
         tl.store(scale_ptr + row, scale)
     for start in range(0, SIZE, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + cols, mask=cols < SIZE, other=0.0).to(tl.float32)
-        # Adding and taking away 1.5 * 2^23 leaves a whole number, the even one of two.
-        x = tl.minimum(tl.maximum(x / scale, -127.0), 127.0)
+        # Divided exactly, or numbers between two would fall to either. Adding and taking away
+        # 1.5 * 2^23 leaves a whole number, the even one of two.
+        x = tl.minimum(tl.maximum(tl.div_rn(x, tl.zeros_like(x) + scale), -127.0), 127.0)
         rounded = (x + 12582912.0) - 12582912.0
         tl.store(out_ptr + row * SIZE + cols, rounded.to(tl.int8), mask=cols < SIZE)
 
@@ -95,23 +96,14 @@ def _int8_linear(
     tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@int8_linear.impl(
+int8_linear.impl(
     "int_mm",
     needs=arch(80),
     fits=lambda x_TI, scale, weight_OI, *_: (
         x_TI.shape[0] > _MAX_TOKENS
         and weight_OI.shape[0] % _INT_MM_MULTIPLE == weight_OI.shape[1] % _INT_MM_MULTIPLE == 0
     ),
-)
-def int8_linear_int_mm(
-    x_TI: Tensor,
-    scale: Tensor,
-    weight_OI: Tensor,
-    weight_scale: Tensor,
-    bias_O: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return scaled(torch._int_mm(x_TI, weight_OI.t()), scale, weight_scale, bias_O, dtype)
+)(int8_linear_int_mm)
 
 
 @int8_linear.impl("triton", needs=arch(80))

@@ -129,7 +129,7 @@ def rows_per_block(num_pairs: int, num_slots: int, format: str) -> int:
     """
     most = 64 if format == "fp8 blocks" else 128
     usual = num_pairs // num_slots
-    if format != "mxfp4":
+    if format == "plain" or format.startswith("fp8"):
         usual += usual // 4
     return min(max(triton.next_power_of_2(usual), 16), most)
 
