@@ -2,6 +2,9 @@
 
 Without a GPU the Triton kernels run under Triton's interpreter. That is decided when Triton is
 first imported, by whichever test comes first, so it is asked for here.
+
+Programs that tests start find what they need in their own environment, not in PYTHONPATH: the
+parallel runner puts its own there, and one test's order would decide what another one finds.
 """
 
 import os
@@ -14,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ.pop("PYTHONPATH", None)
 
 LONGEST = "test_kernels_compile.py"  # minutes in one test: begun last, others would wait for it
 

@@ -16,6 +16,7 @@ from tiny_models import make_checkpoint
 
 from penstock.models.spec import parse_model_spec
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 SIZE = 2
 CASES = {
     "deepseek_v3": ("deepseek_v3", {}),
@@ -62,7 +63,7 @@ def run(tmp_path_factory) -> tuple[Path, list[Path]]:
     ranks = [
         subprocess.Popen(
             [sys.executable, worker, str(rank), str(SIZE), address, root, *folders],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FIXTURES)},
             stderr=subprocess.PIPE,
             text=True,
         )
