@@ -170,6 +170,8 @@ def unpacked(folder: Path) -> Path:
 def running(server: Server, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     inherited = {name: v for name, v in os.environ.items() if not name.endswith("_NUM_THREADS")}
     environment = inherited | {"HF_HUB_OFFLINE": "1"} | server.environment
+    # A benchmark that is told to end, by `timeout` say, takes the server along.
+    told_before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     with log.open("wb") as output:
         process = subprocess.Popen(
             server.command, stdout=output, stderr=output, env=environment, start_new_session=True
@@ -178,6 +180,7 @@ def running(server: Server, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         _stop(process)
+        signal.signal(signal.SIGTERM, told_before)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -25,6 +25,7 @@ MIN_EARLY_SHARE = 0.95  # of the speed it has in the end
 MIN_STEADY_SHARE, MAX_GAP_RATIO = 0.95, 3.0
 ROUND_TOKENS = range(64, 513, 64)  # answers of one round: eight lengths
 ROUND_PROMPTS, ROUND_IDS = 16, 256  # of each length; ids of a prompt
+LATE_S = 20.0  # watched of the time after
 
 
 @contextlib.contextmanager
@@ -94,7 +95,7 @@ def start(row: Row, args: argparse.Namespace) -> dict[str, Any]:
 def _early_speed(url: str, row: Row, seconds: float) -> dict[str, float]:
     """What was not made ready at the start shows in the first rounds of a load that repeats."""
     early = _rounds_tok_s(url, row, seconds)
-    late = _rounds_tok_s(url, row, seconds)
+    late = _rounds_tok_s(url, row, min(seconds, LATE_S))
     share = early / late
     print(
         f"first {seconds:.0f} s: {early:.0f} tok/s, {share:.1%} of the {late:.0f} after them, "

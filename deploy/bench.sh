@@ -47,12 +47,13 @@ for type in "${chosen[@]}"; do
     fi
 done
 
+first_id() { awk -F'"id" *: *"' 'NF > 1 { split($2, part, "\""); print part[1]; exit }'; }
 if [[ -z $model ]]; then
     listed=$(curl -fsS "http://$host:$port/v1/models") || {
         echo "bench.sh: no answer from http://$host:$port; is the server up?" >&2
         exit 1
     }
-    model=$(sed -E 's/.*"id" *: *"([^"]*)".*/\1/; q' <<<"$listed")
+    model=$(first_id <<<"$listed")
 fi
 output=${output:-results-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$output"

@@ -25,6 +25,7 @@ done
 url=http://$host:$port
 num_passed=0 num_failed=0
 
+first_id() { awk -F'"id" *: *"' 'NF > 1 { split($2, part, "\""); print part[1]; exit }'; }
 get() { curl -fsS --max-time 30 "$url$1" 2>&1; }
 post() { curl -fsS --max-time 300 -H 'Content-Type: application/json' -d "$2" "$url$1" 2>&1; }
 
@@ -46,7 +47,7 @@ check 'health' '^ok$' 1 "$health"
 
 listed=$(get /v1/models)
 check 'models' '"id" *: *"' 1 "$listed"
-model=${model:-$(sed -E 's/.*"id" *: *"([^"]*)".*/\1/; q' <<<"$listed")}
+model=${model:-$(first_id <<<"$listed")}
 
 text='"text" *: *"'
 check 'completion' "$text" 1 "$(post /v1/completions \

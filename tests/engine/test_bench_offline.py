@@ -120,6 +120,7 @@ def test_the_end_of_text_ends_an_answer_when_it_is_asked_for(tmp_path, capsys):
 def test_real_questions_become_requests(tmp_path, capsys):
     source = tmp_path / "real.jsonl"
     rows = [{"question": "word " * n, "answer": "so it is"} for n in (2, 50, 3)]
+    rows.insert(1, {"id": 7})  # asks nothing
     source.write_text("\n".join(map(json.dumps, rows)))
     command = ("bench", "prepare-dataset", "real-dataset", "--model", "tiny", "--stdout")
     limits = ("--dataset-path", source, "--max-input-len", 20)

@@ -113,3 +113,14 @@ def test_an_image_runs_the_client_in_a_container(server, path, tmp_path):
     assert (
         "penstock:latest penstock bench serve --host 10.0.0.1 --port 8000 --model m" in done.stdout
     )
+
+
+def test_the_model_is_the_first_that_is_listed(path, tmp_path):
+    """Some servers list more than one, and ids of other things within."""
+    listed = {"data": [{"id": "org/a", "permission": [{"id": "perm-1"}]}, {"id": "b"}]}
+    for name, says in (("curl", json.dumps(listed)), ("penstock", "penstock $@")):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<END\n{says}\nEND\n")
+        (tmp_path / name).chmod(0o755)
+    out = ("-o", tmp_path / "out", "-t", "throughput")
+    done = call(f"{tmp_path}:{path}", "bench.sh", *out)
+    assert "--port 8000 --model org/a --backend" in done.stdout

@@ -102,6 +102,20 @@ def test_written_answers_are_the_same_by_engine_and_server(folder, data, tmp_pat
     assert all(one["said"] for one in mine)
 
 
+def test_an_echo_ends_with_the_token_that_was_made_even_if_it_ends_the_answer(folder):
+    """lm-eval leaves the last log-probability out and weighs all before it."""
+    asked = {"prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    with Server(folder, num_threads=1, kv_cache_config={"max_tokens": 4096}) as server:
+        free = server.post("/v1/completions", **asked)["choices"][0]
+        [*_, made] = server.post("/v1/completions", **asked, detokenize=False)["choices"][0][
+            "token_ids"
+        ]
+        stopped = server.post("/v1/completions", **asked, stop_token_ids=[made])["choices"][0]
+    assert (free["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
+    assert len(free["logprobs"]["token_logprobs"]) == 4
+    assert stopped["logprobs"] == free["logprobs"]
+
+
 def test_trtllm_eval_takes_its_own_flags(folder, data, tmp_path, capsys):
     model = ("--model", folder, "--max_batch_size", 4, "--disable_kv_cache_reuse", *ENGINE)
     task = ("gsm8k", "--dataset_path", data, "--num_fewshot", 0, "--max_output_length", 4)

@@ -41,7 +41,7 @@ def test_one_prompt_gives_one_output(llm):
     [sample] = output.outputs
     assert sample.text == " is Paris."
     assert (len(sample.token_ids), sample.finish_reason) == (3, FinishReason.STOP)
-    assert output.usage.total_tokens == 7
+    assert output.usage.total_tokens == 4 + 3 + 1  # the token that ends it counts
 
 
 def test_a_list_of_prompts_gives_a_list_in_its_order(llm):

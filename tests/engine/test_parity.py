@@ -25,11 +25,10 @@ MODELS = {
         LONG | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN},
     ),
     "deepseek_v3-yarn": ("deepseek_v3", LONG | {"rope_parameters": DEEPSEEK_YARN}),
-    "gpt_oss": (
-        "gpt_oss",
+    "gpt_oss-mxfp4-yarn": (
+        "gpt_oss, packed",
         LONG | {"sliding_window": 24, "rope_parameters": YARN | {"truncate": False}},
     ),
-    "gpt_oss-mxfp4": ("gpt_oss, packed", LONG | {"sliding_window": 24}),
     "llama-default": ("llama", LONG),
     "llama-linear": (
         "llama",
@@ -50,10 +49,12 @@ MODELS = {
     ),
     "qwen2_moe": ("qwen2_moe", LONG),
     "qwen3": ("qwen3", LONG | {"head_dim": 32}),
+    "qwen3_moe": ("qwen3_moe", LONG | {"mlp_only_layers": [0]}),
     "qwen3_next": ("qwen3_next", LONG),
 }
 # Norms, some biases, the layers that make latents, routers, what is cut after loading.
 ON_BOTH = ("norm", "bias", "_a_proj", "mlp.gate.", "router", "conv1d", "in_proj_ba")
+IN_SETS = ("gpt_oss, packed", "qwen2_moe", "qwen3_moe")  # two ranks hold other experts
 PLAIN = dict(dtype="float32", max_num_tokens=2048, disable_overlap_scheduler=True)
 # 16 blocks of 16 tokens: three sequences of 64 + 64 do not fit together.
 TIGHT = dict(
@@ -72,6 +73,7 @@ class Case:
             self.folder = plain = make_checkpoint(folder, arch, **fields)
         # A state is kept in the middle of a prompt, where its chunk ends: after 32 of 50 tokens.
         self.has_states = arch == "qwen3_next"
+        self.num_sets = 2 if arch in IN_SETS else 1
         self.model = reference_model(plain)
         generator = torch.Generator().manual_seed(7)
         vocab = self.model.config.vocab_size
@@ -159,7 +161,8 @@ def test_chunked_overlapped_and_preempted(case):
 
 
 def test_two_ranks(case):
-    with Server(case.folder, "--tp_size", "2", device="cpu", **PLAIN) as server:
+    sizes = ("--tp_size", "2", "--ep_size", str(case.num_sets))
+    with Server(case.folder, *sizes, device="cpu", **PLAIN) as server:
         case.check(server, 0, prompt_logprobs=20)
         case.check_all(server)
         first, second = server.version()["rank_weight_bytes"]

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from gguf_models import write_gguf
 from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_models import reference_model
 
 from penstock.errors import ConfigError
 from penstock.hub.folder import local_folder
@@ -32,10 +36,10 @@ def calib(tmp_path_factory) -> Path:
     return file
 
 
-def task(calib: Path, output: Path, format="fp8", model="tiny") -> Task:
+def task(calib: Path, output: Path, format="fp8", model="tiny", exclude=()) -> Task:
     return Task(
-        model=model, format=format, calib=calib, output=output, eval=None, num_samples=24,
-        length=LENGTH, device="cpu",
+        model=model, format=format, calib=calib, output=output, eval=None, exclude=exclude,
+        num_samples=24, length=LENGTH, device="cpu",
     )  # fmt: skip
 
 
@@ -57,7 +61,7 @@ def test_a_quantised_checkpoint_has_the_skills_of_the_plain_one(calib, tmp_path,
 
     scores = tmp_path / "scores.json"
     command = [sys.executable, "-m", "penstock", "eval", str(output), "--task", "skills"]
-    command += ["--limit", "10", "--output", str(scores), "--set", "device=cpu"]
+    command += ["--limit", "4", "--output", str(scores), "--set", "device=cpu"]
     command += ["--set", "max_seq_len=1024", "--set", "num_threads=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,6 +94,43 @@ def test_an_interrupted_run_goes_on(calib, tmp_path, monkeypatch):
             for name in ours.keys():  # noqa: SIM118
                 one, other = ours.get_tensor(name), theirs.get_tensor(name)
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+
+
+def test_a_gguf_file_becomes_the_checkpoint_that_the_folder_it_was_made_of_becomes(calib, tmp_path):
+    """Every tensor, tokenizer, template and configuration, as transformers reads them."""
+    file, made, expected = tmp_path / "tiny.gguf", tmp_path / "made", tmp_path / "expected"
+    write_gguf(file, reference_model(TINY), tokenizer=TINY)
+    for model, output in ((str(file), made), ("tiny", expected)):
+        quantize(task(calib, output, "int8_sq", model), lambda number, total: None)
+    for path in expected.glob("*.safetensors"):
+        theirs, ours = load_file(path), load_file(made / path.name)
+        assert theirs.keys() == ours.keys()
+        for name, tensor in theirs.items():
+            assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+    ours, theirs = (transformers.AutoConfig.from_pretrained(folder) for folder in (made, expected))
+    for name in ("hidden_size", "head_dim", "rope_parameters", "quantization_config", "dtype"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.architectures == theirs.architectures
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (made, TINY))
+    text = "What is 12 + 34? It's <think> 46\n\n"
+    assert ours(text).input_ids == theirs(text).input_ids
+    chat = [{"role": "user", "content": text}]
+    shown = [one.apply_chat_template(chat, tokenize=False) for one in (ours, theirs)]
+    assert shown[0] == shown[1]
+
+
+def test_modules_that_are_excluded_stay_as_they_are(calib, tmp_path):
+    """Query, key and value together, as they are multiplied; the checkpoint says so and is read."""
+    made = quantize(
+        task(calib, tmp_path / "made", "int8_sq", exclude=("down_proj", "layers.0.*.k_proj")),
+        lambda number, total: None,
+    )
+    assert len(made.errors) == 42 - 6 - 3 and not any("down_proj" in name for name in made.errors)
+    plain = load_file(TINY / "model.safetensors")
+    for path in (tmp_path / "made").glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            if "down_proj" in name or "layers.0.self_attn.q_proj" in name:
+                assert torch.equal(tensor, plain[name]), name
 
 
 def test_what_is_quantised_already_and_folders_in_use_are_refused(calib, tmp_path):

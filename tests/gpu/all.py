@@ -10,7 +10,6 @@ to recipes_check.py and http_check.py.
 import argparse
 import concurrent.futures
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -29,7 +28,6 @@ ELSEWHERE = (  # ops that have a part of their own, with larger cases
     *("quantize_fp8", "rms_norm_fp8", "silu_mul_fp8", "fp8_linear"),
     *("causal_conv", "delta_gates", "gated_delta", "rms_norm_gated", "sigmoid_mul"),
 )
-MAX_LOST = 0.03  # of a skill's score: a tie in bf16 may fall to the other side
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +57,9 @@ def parts() -> list[Part]:
     if importlib.util.find_spec("pytest") is not None:
         found.append(Part("kernels", ("-m", "pytest", "-q", str(HERE / "test_kernels_gpu.py"))))
     for folder in (ROOT / "src/penstock/hub/tiny", *sorted((ROOT / "tests/siblings").iterdir())):
-        found.append(skills(folder))
+        found.append(Part(f"texts of {folder.name}", script("texts_check.py", str(folder))))
     found.append(Part("engine trace", script("engine_check.py", "trace"), 90.0, is_alone=True))
     return found
-
-
-def skills(folder: Path) -> Part:
-    """A small trained model does what it does on a CPU."""
-    scores = json.loads((folder / "scores.json").read_text()).values()
-    least = sum(scores) / len(scores) - MAX_LOST
-    # Several share the GPU, so none may take all memory that is left.
-    small = ("--set", "kv_cache_config.max_tokens=65536", "--set", "max_batch_size=256")
-    arguments = ("--task", "skills", "--min_score", f"{least:.3f}", *small)
-    return Part(f"skills of {folder.name}", ("-m", "penstock", "eval", str(folder), *arguments))
 
 
 def run(part: Part, logs: Path) -> tuple[Part, str, float]:

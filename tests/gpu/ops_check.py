@@ -110,7 +110,7 @@ def check_hopper() -> int:
     from penstock.kernels.tolerances import tolerance
 
     def compare(args) -> Iterator[str]:
-        q, k, v, batch, params, sinks = args.unpack()
+        q, k, v, batch, params, sinks, _ = args.unpack()
         expected = get_backend("reference").attend(*args.unpack())
         qkv = torch.cat((q, q.new_full((len(q), 4, q.shape[2]), torch.nan)), dim=1)
         spoil_unused(k, v, batch, params.window)

@@ -3,8 +3,9 @@
     PYTHONPATH=src python tests/gpu/tp_check.py
 
 NCCL refuses two ranks on a device, so they meet over gloo, and without CUDA graphs. What is checked
-is everything else: sharded weights, Triton attention on half of the heads, plans sent to a second
-process, tokens handed from the sampling rank. fp32, so that the tokens must be equal.
+is everything else: sharded weights, Triton attention on half of the heads, halves of all experts or
+half of them, plans sent to a second process, tokens handed from the sampling rank. fp32, so that
+the tokens must be equal.
 """
 
 import os
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "fixtures")]
@@ -36,32 +38,36 @@ def two_ranks_on_one_gpu() -> None:
 
 
 def main() -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     two_ranks_on_one_gpu()
-    config = Qwen3Config(
+    config = Qwen3MoeConfig(
         vocab_size=2048, hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        mlp_only_layers=[1], num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256,
         num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
         initializer_range=0.05, eos_token_id=None, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
     prompts = [torch.randint(0, 2048, (n,)).tolist() for n in (5, 64, 300)]
     with tempfile.TemporaryDirectory() as folder:
-        Qwen3ForCausalLM(config).save_pretrained(folder)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
         start = partial(
             LocalEngine, folder, dtype="float32", max_num_tokens=128, cuda_graph_config=None,
             kv_cache_config={"max_tokens": 8192},
         )  # fmt: skip
         whole = start()
         expected = whole.generate(prompts, 64)
-        halves = start(tensor_parallel_size=2)
-        found = halves.generate(prompts, 64)
-        bytes_of = [engine.info.rank_weight_bytes for engine in (whole, halves)]
-        halves.engine._ranks.stop()
-    print("weights per rank:", bytes_of)
-    assert found == expected, "two ranks give other tokens than one"
-    assert max(bytes_of[1]) < 0.55 * bytes_of[0][0], "a rank holds more than its share"
-    print("ok   two ranks give the tokens of one")
+        (all_bytes,) = whole.info.rank_weight_bytes
+        for num_sets in (1, 2):
+            ranks_of_two = start(tensor_parallel_size=2, moe_expert_parallel_size=num_sets)
+            found = ranks_of_two.generate(prompts, 64)
+            num_bytes = ranks_of_two.info.rank_weight_bytes
+            ranks_of_two.engine._ranks.stop()
+            dist.destroy_process_group()
+            print(f"weights: {all_bytes}, per rank: {num_bytes}")
+            assert found == expected, "two ranks give other tokens than one"
+            assert max(num_bytes) < 0.55 * all_bytes, "a rank holds more than its share"
+            print(f"ok   two ranks in {num_sets} sets give the tokens of one")
 
 
 if __name__ == "__main__":

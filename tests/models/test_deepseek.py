@@ -21,7 +21,7 @@ from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.types.cache_spec import LatentKV
-from penstock.types.model_spec import Fp8Spec, ModelSpec
+from penstock.types.model_spec import EightBitSpec, ModelSpec
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.mapping import Target
 
@@ -155,7 +155,7 @@ def test_real_configurations_are_read_as_transformers_does(tmp_path):
 
 def test_v3_1_has_weights_in_blocks_and_one_draft_layer(tmp_path):
     spec = parse(tmp_path, V3_1)
-    fp8 = Fp8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")
+    fp8 = EightBitSpec(weights="block", inputs="group", scale_name="weight_scale_inv")
     assert spec.quantization.format == fp8
     assert (spec.num_layers, spec.num_draft_layers) == (61, 1)
     rules = weight_rules(spec)

@@ -24,10 +24,10 @@ from penstock.layers.build import Build, ExpertsBuild
 from penstock.layers.delta_net import GatedDeltaNet
 from penstock.layers.linear import Linear
 from penstock.parallel.mesh import ROLES, RankMesh, RoleGroup
-from penstock.quant.fp8 import Fp8Scheme
+from penstock.quant.eight_bits import EightBitScheme
 from penstock.quant.none import Unquantized
 from penstock.types.cache_spec import block_bytes
-from penstock.types.model_spec import DeltaSpec, Fp8Spec
+from penstock.types.model_spec import DeltaSpec, EightBitSpec
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.mapping import rename, rules
 
@@ -305,7 +305,7 @@ def test_quantised_and_plain_projections_take_one_plain_input():
     config = Qwen3NextConfig(**CONFIG.to_dict() | {"hidden_size": 128})
     outs = {}
     schemes = {
-        "fp8": Fp8Scheme(Fp8Spec(weights="channel", inputs="row")),
+        "fp8": EightBitScheme(EightBitSpec(weights="channel", inputs="row")),
         "plain": Unquantized(),
     }
     for kind, scheme in schemes.items():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf_models import QUANT, write_gguf
+from gguf_models import HALVES, QUANT, write_gguf
 from paged_driver import CPU, load_model, mixed_run, prompts
 from tiny_models import make_checkpoint, reference_model
 
@@ -63,6 +63,23 @@ def test_weights_that_stay_packed_give_the_same_logits(tmp_path, kind, kinds, ti
     assert isinstance(mlp.gate_up_proj.weight, PackedWeight) == (not kinds)
     assert isinstance(packed.embed.weight, PackedWeight)
     assert (packed.embed.weight is packed.head.weight) == tied
+    texts = prompts(model.config.vocab_size)
+    for text, logits in zip(texts, mixed_run(packed, texts), strict=True):
+        with torch.inference_mode():
+            truth = model(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(logits, truth, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [QUANT.BF16, *HALVES], ids=str)
+def test_types_that_others_pack_give_the_logits_of_their_numbers(tmp_path, kind):
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    path = tmp_path / "model.gguf"
+    model = reference_model(make_checkpoint(tmp_path / "hf", "qwen2", **sizes))
+    held = write_gguf(path, model, kind)
+    model.load_state_dict({n: torch.from_numpy(v) for n, v in held.items()}, strict=False)
+    packed = load_model(path, schemes=choose_schemes(None, path, torch.float32, CPU))
+    is_packed = isinstance(packed.layers[0].attention.qkv_proj.weight, PackedWeight)
+    assert is_packed == kind.name.endswith("_K")  # for the others there are no codes
     texts = prompts(model.config.vocab_size)
     for text, logits in zip(texts, mixed_run(packed, texts), strict=True):
         with torch.inference_mode():
@@ -205,7 +222,7 @@ def test_only_the_rows_asked_for_are_unpacked(tmp_path):
             assert np.array_equal(part.numpy(), held[tensor.name][8:24, 32:64]), tensor.name
 
 
-@pytest.mark.parametrize("cut", [3, 20, 200, 2000])
+@pytest.mark.parametrize("cut", [0, 3, 20, 200, 2000])
 def test_a_damaged_file_is_a_config_error(tmp_path, cut):
     model = reference_model(make_checkpoint(tmp_path / "hf", "llama"))
     path = tmp_path / "model.gguf"

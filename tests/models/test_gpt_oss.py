@@ -190,7 +190,8 @@ class PackedExperts(nn.Module):
         super().__init__()
         span = split("features", features, mesh.size, mesh.rank)
         shape = ExpertsShape(
-            num_slots=num_slots,
+            num_experts=num_slots,
+            experts=Span(0, num_slots),
             hidden_size=hidden,
             num_features=features,
             features=span,

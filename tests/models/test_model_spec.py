@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from penstock.errors import ConfigError
 from penstock.models.registry import supported_architectures
 from penstock.models.spec import parse_model_spec
-from penstock.types.model_spec import CodesSpec, Fp8Spec, MoeSpec, QuantSpec
+from penstock.types.model_spec import CodesSpec, EightBitSpec, MoeSpec, QuantSpec
 
 REAL = Path(__file__).parents[3] / "shared" / "configs"
 BASE = {
@@ -78,7 +78,7 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
             cache_dtype="float8_e4m3fn",
         )
     elif quantization:
-        fp8 = Fp8Spec(weights="tensor", inputs="static")
+        fp8 = EightBitSpec(weights="tensor", inputs="static")
         assert spec.quantization == QuantSpec(
             format=fp8, excluded=("lm_head",), cache_dtype="float8_e4m3fn"
         )
@@ -86,7 +86,7 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
         excluded = tuple(config["quantization_config"]["modules_to_not_convert"])
         assert spec.quantization == QuantSpec(format="mxfp4", excluded=excluded)
     elif "quantization_config" in config:  # those of the other models that are served have blocks
-        fp8 = Fp8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")
+        fp8 = EightBitSpec(weights="block", inputs="group", scale_name="weight_scale_inv")
         assert spec.quantization is not None and spec.quantization.format == fp8
     else:
         assert spec.quantization is None
@@ -283,7 +283,7 @@ def test_an_override_of_the_quantisation_wins_over_the_file_beside(tmp_path):
     with pytest.raises(ConfigError, match=r"quantised \(W4A8_AWQ\).*supported are 8-bit floats"):
         parse(tmp_path)
     spec = parse(tmp_path, {"quantization_config": {"quant_algo": "FP8"}})
-    assert spec.quantization.format == Fp8Spec(weights="tensor", inputs="static")
+    assert spec.quantization.format == EightBitSpec(weights="tensor", inputs="static")
 
 
 def test_parsing_needs_no_torch():

@@ -17,8 +17,8 @@ from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
 from penstock.quant import none, scheme
 from penstock.quant.choose import choose_schemes
-from penstock.quant.fp8 import Fp8Experts
-from penstock.types.model_spec import Fp8Spec, QuantSpec
+from penstock.quant.eight_bits import EightBitExperts
+from penstock.types.model_spec import EightBitSpec, QuantSpec
 from penstock.weights.load import load_weights
 from penstock.weights.stored import StoredTensor
 
@@ -142,6 +142,17 @@ def test_matrices_lie_by_expert_and_each_rank_reads_its_share_only(folder, monke
             assert torch.equal(torch.cat(parts, dim), stored[name]), name
 
 
+@pytest.mark.parametrize("arch", ["deepseek_v3", "mixtral", "qwen2_moe", "qwen3_next"])
+def test_experts_that_transformers_stacks_are_the_same(tmp_path, arch):
+    usual = make_checkpoint(tmp_path / "usual", arch)
+    reference_model(usual).save_pretrained(tmp_path / "stacked", save_original_format=False)
+    names = load_file(tmp_path / "stacked" / "model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
+    stacked = dict(load_model(tmp_path / "stacked").named_parameters())
+    for name, parameter in load_model(usual).named_parameters():
+        assert torch.equal(stacked[name], parameter), name
+
+
 def test_missing_tensors_of_an_expert_are_named(folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.4.up_proj.weight"]
@@ -156,18 +167,20 @@ def test_missing_tensors_of_an_expert_are_named(folder, tmp_path):
 
 def test_an_expert_that_ranks_cannot_share_is_refused(folder):
     mesh = RankMesh(0, 3, dict.fromkeys(RankMesh.single().roles, RoleGroup(3, 0)))
-    mesh.roles["attention"] = mesh.roles["vocab"] = mesh.roles["mlp"] = RoleGroup(1, 0)
+    mesh.roles["attention"] = mesh.roles["vocab"] = RoleGroup(1, 0)
     with pytest.raises(ConfigError, match="an expert's width is 32, which 3 ranks"):
         load_model(folder, mesh)
 
 
 def test_experts_that_a_checkpoint_excludes_are_not_quantised():
-    spec = QuantSpec(format=Fp8Spec(weights="tensor", inputs="row"), excluded=("*.mlp.experts*",))
+    spec = QuantSpec(
+        format=EightBitSpec(weights="tensor", inputs="row"), excluded=("*.mlp.experts*",)
+    )
     names = ["model.layers.0.mlp.experts.0.gate_proj"]
     schemes = choose_schemes(spec, None, torch.bfloat16, CPU)
     assert isinstance(schemes.experts(names), none.UnquantizedExperts)
     schemes = choose_schemes(QuantSpec(format=spec.format), None, torch.bfloat16, CPU)
-    assert isinstance(schemes.experts(names), Fp8Experts)
+    assert isinstance(schemes.experts(names), EightBitExperts)
 
 
 def test_a_router_becomes_smaller_only_where_no_number_changes():

@@ -33,7 +33,11 @@ CASES = {
     "qwen3_moe, one dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_next, one kv head for two ranks": ("qwen3_next", {"num_key_value_heads": 1}),
+    "deepseek_v3, sets of experts": ("deepseek_v3", {}),
+    "gpt_oss, sets of packed experts": ("gpt_oss, packed", {}),
+    "qwen2_moe, sets of experts": ("qwen2_moe", {}),
 }
+HAS_SETS = [" sets of " in name for name in CASES]  # each rank has other experts
 REPLICATED = (
     "norm",
     "o_proj.bias",
@@ -59,10 +63,14 @@ def run(tmp_path_factory) -> tuple[Path, list[Path]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
+    cases = [
+        f"{folder}:{SIZE if has_sets else 1}"
+        for folder, has_sets in zip(folders, HAS_SETS, strict=True)
+    ]
     worker = Path(__file__).with_name("tp_worker.py")
     ranks = [
         subprocess.Popen(
-            [sys.executable, worker, str(rank), str(SIZE), address, root, *folders],
+            [sys.executable, worker, str(rank), str(SIZE), address, root, *cases],
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FIXTURES)},
             stderr=subprocess.PIPE,
             text=True,
@@ -98,7 +106,9 @@ def test_every_rank_holds_exactly_its_half(run, number):
         sizes = json.loads((root / f"sizes-{number}-{rank}.json").read_text())
         assert sizes.keys() == single.keys()
         for name, size in sizes.items():
-            if any(part in name for part in REPLICATED):
+            if HAS_SETS[number] and ".experts." in name:
+                assert size * SIZE == single[name], name
+            elif any(part in name for part in REPLICATED):
                 assert size == single[name], name
             elif ".experts." in name and list(CASES)[number].endswith("three groups for two ranks"):
                 assert size * 3 == single[name] * (1 + rank), name

@@ -1,4 +1,4 @@
-"""One rank of the tensor-parallel test: tp_worker.py RANK SIZE ADDRESS OUT FOLDER..."""
+"""One rank of the tensor-parallel test: tp_worker.py RANK SIZE ADDRESS OUT FOLDER:SETS..."""
 
 import json
 import sys
@@ -8,15 +8,17 @@ import torch
 from paged_driver import CPU, load_model, mixed_run, prompts
 from safetensors.torch import save_file
 
+from penstock.layers.build import ExpertsBuild
 from penstock.parallel.mesh import RankMesh
 
 
 def main() -> None:
-    rank, size, address, out, *folders = sys.argv[1:]
+    rank, size, address, out, *cases = sys.argv[1:]
     torch.set_num_threads(1)
     mesh = RankMesh.create(int(rank), int(size), address, CPU)
-    for number, folder in enumerate(map(Path, folders)):
-        model = load_model(folder, mesh)
+    for number, (folder, _, num_sets) in enumerate(case.rpartition(":") for case in cases):
+        experts = ExpertsBuild(num_sets=int(num_sets))
+        model = load_model(Path(folder), mesh, experts=experts)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         (Path(out) / f"sizes-{number}-{rank}.json").write_text(json.dumps(sizes))
         with torch.inference_mode():

@@ -92,7 +92,7 @@ def compile_hopper_prefill(device: torch.device) -> None:
         (torch.float16, dict(num_heads=10, block_size=128)),
     ):
         case = prefills((50, 90), head_size=128, **shape)
-        q, k, v, batch, params, sinks = make_attention(case, dtype, device).unpack()
+        q, k, v, batch, params, sinks, _ = make_attention(case, dtype, device).unpack()
         assert hopper_prefill.fits(q, k), case
         hopper_prefill.prefill(
             q, k, v, batch.rows_N, batch.query_starts_N1, batch.kv_lens_N, batch.block_table_RM,
@@ -117,6 +117,8 @@ def main() -> None:
         prefills((50, 90), head_size=128, num_heads=8),
         prefills((50, 90), head_size=256, window=16),
         AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, fp8=True),
+        AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, int8=True),
+        decodes(*[40] * 300, head_size=128, num_heads=16, int8=True),
         AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
         *sink_cases((40, 700), ((50, 90),), 128),
     ):

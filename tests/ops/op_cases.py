@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.activation import sigmoid_mul, silu_mul
-from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.coded import (
@@ -152,6 +152,7 @@ def rope_case(
     block_size: int = 16,
     norm: bool = False,
     fp8: bool = False,
+    int8: bool = False,
     gates: bool = False,
 ) -> OpCase:
     """With `gates` the weights of the norms are fp32, as of norms that add one."""
@@ -165,15 +166,17 @@ def rope_case(
         ]
         positions = torch.randint(0, 64, (num_tokens,)).to(device)
         slots = torch.randperm(9 * block_size)[:num_tokens].to(device)
-        cache_dtype = torch.float8_e4m3fn if fp8 else dtype
+        cache_dtype = torch.float8_e4m3fn if fp8 else torch.int8 if int8 else dtype
         caches = _cache(kv_heads, block_size, size, cache_dtype, device)
         scales = (0.5, 0.004) if fp8 else (1.0, 1.0)  # the second one saturates
         table = angles(64, rotary, device)
-        return qkv, *weights, 1e-6, table, positions, *caches, slots, *scales, gates
+        by_token = [torch.zeros(9, kv_heads, block_size, device=device) for _ in "kv" * int8]
+        return qkv, *weights, 1e-6, table, positions, *caches, slots, *scales, gates, *by_token
 
     name = f"{num_tokens}x{heads}x{kv_heads}x{size}-rot{rotary}"
-    name += "-norm" * norm + "-fp8" * fp8 + "-gates" * gates
-    return OpCase(rope_kv_write, name, make, mutated=(6, 7))
+    name += "-norm" * norm + "-fp8" * fp8 + "-int8" * int8 + "-gates" * gates
+    mutated = (6, 7, 12, 13) if int8 else (6, 7)
+    return OpCase(rope_kv_write, name, make, mutated=mutated, quantizes_inside=int8)
 
 
 def mla_write_case(
@@ -526,18 +529,21 @@ def experts_case(
     bias: bool = False,
     gate: Gate = SILU,
     even: bool = False,
+    elsewhere: bool = False,
 ) -> OpCase:
-    """`even`: all slots are as likely; else some have many tokens and some none."""
+    """`even`: all slots are as likely; else some have many tokens and some none.
+    `elsewhere`: there are experts beside those that have a slot."""
 
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         x = randn(num_tokens, 2 * size, dtype=dtype, device=device)[:, :size]
-        odds = torch.rand(num_tokens, num_slots)
+        odds = torch.rand(num_tokens, num_slots + elsewhere)
         if not even:
-            odds **= torch.arange(1, num_slots + 1)
+            odds **= torch.arange(1, num_slots + elsewhere + 1)
         slots = odds.topk(num_active).indices.int().to(device)
         weights = torch.rand(num_tokens, num_active).to(device)
         gate_up = expert_weights(format, num_slots, 2 * features, size, dtype, device)
         down = expert_weights(format, num_slots, size, features, dtype, device)
+        gate_up, down = (replace(one, has_all=not elsewhere) for one in (gate_up, down))
         biases = [
             randn(num_slots, n, dtype=dtype, device=device) * n**-0.5 if bias else None
             for n in (2 * features, size)
@@ -546,6 +552,7 @@ def experts_case(
 
     name = f"{num_tokens}x{num_active}of{num_slots}x{size}x{features}" + "-bias" * bias
     name += "-clamped" * (gate != SILU) + f"-{format}" * (format != "plain")
+    name += "-elsewhere" * elsewhere
     return OpCase(experts, name, make, quantizes_inside=format.startswith("fp8"))
 
 
@@ -686,6 +693,8 @@ OP_CASES = [
     rope_case(13, 12, 3, 64, 64, norm=True),
     rope_case(3, 2, 1, 256, 256),
     rope_case(7, 8, 2, 64, 64, fp8=True),
+    rope_case(7, 8, 2, 64, 64, int8=True),
+    rope_case(5, 6, 3, 80, 40, norm=True, int8=True),
     rope_case(3, 9, 2, 256, 64, norm=True, gates=True),
     rope_case(4, 3, 1, 32, 32, gates=True),
     rope_case(130, 20, 3, 64, 64, norm=True),
@@ -843,6 +852,11 @@ OP_CASES = [
         experts_case(num_tokens, 4, 2, 224, 96, format="mxfp4", bias=True, gate=CLAMPED)
         for num_tokens in (1, 9)
     ),
+    *(
+        experts_case(num_tokens, 3, 2, 64, 32, format=format, bias=True, elsewhere=True)
+        for num_tokens in (3, 24)
+        for format in ("plain", "mxfp4")
+    ),
 ]
 # Of ops that only a CPU has.
 CPU_OP_CASES = [
@@ -867,6 +881,7 @@ class AttentionCase:
     block_size: int = 16
     window: int | None = None
     fp8: bool = False  # the cache
+    int8: bool = False  # the cache
     sinks: bool = False
 
     def __str__(self) -> str:
@@ -874,7 +889,7 @@ class AttentionCase:
         lens = "_".join(f"{q}.{kv}" for q, kv in self.entries[:4])
         more = f"+{len(self.entries) - 4}" if len(self.entries) > 4 else ""
         heads = f"h{self.num_heads}k{self.num_kv_heads}d{self.head_size}s{self.block_size}"
-        rest = f"w{self.window}" + "-fp8" * self.fp8 + "-sinks" * self.sinks
+        rest = f"w{self.window}" + "-fp8" * self.fp8 + "-int8" * self.int8 + "-sinks" * self.sinks
         return f"{kind}-{lens}{more}-{heads}-{rest}"
 
 
@@ -886,6 +901,7 @@ class AttentionArgs:
     batch: ForwardBatch
     params: AttentionParams
     sinks_H: Tensor | None
+    scales: CacheScales | None = None
 
     def unpack(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__dataclass_fields__)
@@ -931,7 +947,13 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
         sinks = torch.linspace(-6.0, 9.0, case.num_heads, device=device)[
             torch.randperm(case.num_heads)
         ]
-    return AttentionArgs(q, k_cache, v_cache, batch, params, sinks)
+    if not case.int8:
+        return AttentionArgs(q, k_cache, v_cache, batch, params, sinks)
+    (k_cache, k_scales), (v_cache, v_scales) = (
+        quantize_int8.reference(cache, None) for cache in (k_cache, v_cache)
+    )
+    scales = CacheScales(k_scales.squeeze(-1), v_scales.squeeze(-1))
+    return AttentionArgs(q, k_cache, v_cache, batch, params, sinks, scales)
 
 
 def decodes(*kv_lens: int, **shape: Any) -> AttentionCase:
@@ -965,6 +987,8 @@ def small_attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(((1, 17), (1, 64), (33, 33), (5, 133), (1, 4)), 2)
     yield AttentionCase(((1, 200), (64, 128)), 1, num_heads=4, num_kv_heads=1, window=33)
     yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, fp8=True)
+    yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, int8=True)
+    yield AttentionCase(((1, 300), (40, 40), (7, 90)), 1, head_size=80, window=33, int8=True)
     yield from sink_cases((1, 20, 64, 150, 300), ((40, 40), (1, 9), (30, 150)), 16)
 
 

@@ -23,7 +23,7 @@ CASES = list(small_attention_cases())
 HALF_CASES = [
     case
     for number, case in enumerate(CASES)
-    if number in (1, 2) or case.fp8 or 0 < case.num_decodes < len(case.entries)
+    if number in (1, 2) or case.fp8 or case.int8 or 0 < case.num_decodes < len(case.entries)
 ]
 
 

@@ -1,10 +1,12 @@
 """Choosing experts and applying them: the references against transformers, sorting by its rules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_cases import EXPERT_FORMATS, experts_case
+from op_cases import EXPERT_FORMATS, coded_experts_case, experts_case
 from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -13,6 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from penstock.errors import ConfigError
+from penstock.kernels.coded import coded_experts
 from penstock.kernels.moe import (
     SILU,
     Gate,
@@ -254,11 +257,53 @@ def test_large_scales_of_mxfp4_reach_the_result():
         torch.testing.assert_close(experts_mxfp4(*arguments), expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.fixture
+def unwritten_numbers_are_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+@pytest.mark.parametrize("format", ["plain", "fp8 rows", "fp8 blocks", "mxfp4"])
+def test_experts_that_lie_elsewhere_add_nothing(format, num_tokens, unwritten_numbers_are_nan):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    case = experts_case(num_tokens, 5, 3, 128, 128, format=format, bias=True)
+    x, slots, weights, *matrices, gate_up_bias, down_bias, gate = case.make(torch.float32, device)
+    rest = (*(replace(one, has_all=False) for one in matrices), gate_up_bias, down_bias, gate)
+    is_elsewhere = torch.rand(slots.shape) < 0.5
+    is_elsewhere[0] = True
+    expected = experts.reference(x, slots, weights.masked_fill(is_elsewhere, 0.0), *rest)
+    assert expected[0].abs().max() == 0
+    slots[is_elsewhere] = 5
+    for name, impl in experts.implementations().items():
+        if impl.fits is None or impl.fits(x, slots, weights, *rest):
+            found = impl.run(x, slots, weights, *rest)
+            atol = 0.05 if format.startswith("fp8") else 1e-4
+            torch.testing.assert_close(found, expected, atol=atol, rtol=0.02, msg=name)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9])
+def test_coded_experts_that_lie_elsewhere_add_nothing(num_tokens, unwritten_numbers_are_nan):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    case = coded_experts_case("int4", num_tokens, 4, 3, 128, 64, group=32, bias=True)
+    x, slots, weights, *rest = case.make(torch.float32, device)
+    is_elsewhere = torch.rand(slots.shape) < 0.5
+    expected = coded_experts.reference(x, slots, weights.masked_fill(is_elsewhere, 0.0), *rest)
+    slots[is_elsewhere] = 4
+    for impl in coded_experts.implementations().values():
+        found = impl.run(x, slots, weights, *rest)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
 def check_sorted(num_tokens: int, num_slots: int, num_active: int, seed: int) -> None:
     from penstock.kernels.moe.triton_sort import sorted_pairs
 
     generator = torch.Generator().manual_seed(seed)
-    odds = torch.rand(num_tokens, num_slots, generator=generator) + 3 * torch.rand(num_slots)
+    # One more than there are: pairs of it are left out.
+    odds = torch.rand(num_tokens, num_slots + 1, generator=generator) + 3 * torch.rand(
+        num_slots + 1
+    )
     slots = odds.topk(num_active).indices.int()
     if torch.cuda.is_available():
         slots = slots.cuda()
@@ -269,7 +314,7 @@ def check_sorted(num_tokens: int, num_slots: int, num_active: int, seed: int) ->
         assert (slots_P[real] == slot).all()
         assert bool(len(real)) == (slot < num_slots)
         seen += real.tolist()
-    assert sorted(seen) == list(range(len(slots_P)))
+    assert sorted(seen) == (slots_P < num_slots).nonzero().flatten().tolist()
 
 
 @settings(max_examples=15, deadline=None)

@@ -16,13 +16,28 @@ from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode_
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill_config
 from penstock.kernels.device import probe
 from penstock.kernels.gemm.skinny import GemvConfig, gemv_config
+from penstock.kernels.moe import tuning as experts_tuning
+from penstock.kernels.moe.triton_experts import GroupedConfig, grouped_config
+from penstock.kernels.moe.triton_few import FewConfig, few_config
+from penstock.kernels.moe.triton_mxfp4 import Mxfp4Config, mxfp4_config
+from penstock.kernels.moe.tuning import Layer
 
 CPU = torch.device("cpu")
 FILES = sorted(f.name for f in resources.files(tuned).iterdir() if f.name.endswith(".json"))
-KINDS = {"gemv": GemvConfig, "decode": DecodeConfig, "prefill": PrefillConfig}
+KINDS = {
+    "gemv": GemvConfig,
+    "decode": DecodeConfig,
+    "prefill": PrefillConfig,
+    "experts few": FewConfig,
+    "experts grouped": GroupedConfig,
+    "experts mxfp4": Mxfp4Config,
+}
 H200 = "NVIDIA H200"
 LLAMA_8B = tuning.SHAPES["llama-3.1-8b"]
-TINY = tuning.Shape(hidden=64, features=96, heads=4, kv_heads=2, head_size=32, vocabulary=80)
+TINY = tuning.Shape(
+    hidden=64, features=96, heads=4, kv_heads=2, head_size=32, vocabulary=80,
+    experts=Layer(hidden=64, features=32, num_experts=5, num_active=2, format="plain"),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +49,8 @@ def home(monkeypatch, tmp_path):
 
 
 def forget() -> None:
-    for cached in (tuned.entries, gemv_config, decode_config, prefill_config):
+    experts = (few_config, grouped_config, mxfp4_config)
+    for cached in (tuned.entries, gemv_config, decode_config, prefill_config, *experts):
         cached.cache_clear()
 
 
@@ -155,11 +171,33 @@ def test_subjects_are_what_the_kernels_ask_for():
 
 @pytest.mark.parametrize("op", tuning.OPS)
 def test_candidates_begin_with_the_present_one_and_are_all_different(op):
-    for subject in tuning.subjects(LLAMA_8B, [op]):
+    shapes = tuning.SHAPES.values()
+    subjects = [subject for shape in shapes for subject in tuning.subjects(shape, [op])]
+    assert subjects
+    for subject in subjects:
         tried = tuning.candidates(subject)
         assert tried[0] == tuning.now_used(subject)
         assert len(tried) == len(set(tried)) > 8
-        assert all(type(config) is KINDS[op] for config in tried)
+        assert all(type(config) is KINDS[subject.op] for config in tried)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs under Triton's interpreter")
+@pytest.mark.parametrize("format", ["plain", "fp8 outputs", "fp8 blocks", "mxfp4"])
+def test_entries_of_experts_are_those_that_the_kernels_look_for(monkeypatch, format):
+    asked = []
+    monkeypatch.setattr(tuned, "best", lambda op, usual, **key: asked.append((op, key)) or usual)
+    monkeypatch.setattr(experts_tuning, "_TOKENS", (1, 9))
+    layer = Layer(hidden=64, features=32, num_experts=4, num_active=2, format=format)
+    shape = dataclasses.replace(TINY, experts=layer)
+    subjects = tuning.subjects(shape, ["experts"])
+    assert len(subjects) == 4
+    for subject in subjects:
+        config = tuning.now_used(subject)
+        assert asked == [(subject.op, dict(subject.dims))]
+        for case in tuning.compiling_cases(subject, CPU) if format in ("plain", "mxfp4") else ():
+            assert case.output(config).isfinite().all()
+        forget()
+        asked.clear()
 
 
 def search_with(monkeypatch, op, time_of, num=3):
@@ -245,7 +283,7 @@ def test_an_unknown_op_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["tune", "--ops", "gemv,nothing"])
     assert ended.value.code == 2
-    assert "gemv, decode, prefill" in capsys.readouterr().err
+    assert "gemv, decode, prefill, experts" in capsys.readouterr().err
 
 
 # Where Triton keeps binaries

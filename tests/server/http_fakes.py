@@ -194,6 +194,7 @@ class FakeGeneration:
                     index=sample,
                     text=texts[sample].add(self._pipeline.tokenizer.token_bytes(token_id)),
                     token_ids=(token_id,),
+                    num_tokens=1,
                     logprobs=()
                     if asked.logprobs is None
                     else (self._logprob(token_id, asked.logprobs),),

@@ -34,7 +34,7 @@ class Collector:
             prompt_logprobs=(None, *prompt_logprobs) if prompt_logprobs else None,
             usage=Usage(
                 prompt_tokens=len(self._generation.prompt_ids),
-                completion_tokens=sum(len(output.token_ids) for output in outputs),
+                completion_tokens=sum(d.num_tokens for d in chain.from_iterable(self._samples)),
                 cached_tokens=max(delta.num_cached_tokens for delta in first),
             ),
         )

@@ -65,11 +65,12 @@ def real_lines(
 ) -> Iterator[dict[str, Any]]:
     """Questions of a JSON-lines file; where `outputs` is None, as long as their answers."""
     random = np.random.default_rng(seed)
-    rows = _rows(path)
     task = 0
-    for row in rows:
-        if task == num_requests or (turns := question_and_answer(row)) is None:
+    for row in _rows(path):
+        if task == num_requests:
             break
+        if (turns := question_and_answer(row)) is None:
+            continue
         question, answer = (tokenizer.encode(text, False) for text in turns)
         if max_input_len is not None and len(question) > max_input_len:
             continue

@@ -20,6 +20,8 @@ class Line:
     points: Sequence[tuple[float, float]]
     colour: str
     notes: Sequence[str] = ()
+    is_noted_below: bool = False  # so that two lines close together can both be read
+    dash: str = ""  # lengths drawn and left out, as in SVG
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,9 @@ class _Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        low, high, at = self.low, self.high, value
+        low, high, at = self.low, self.high, max(value, self.low)
         if self.is_log:
-            low, high, at = math.log10(low), math.log10(high), math.log10(max(value, low))
+            low, high, at = math.log10(low), math.log10(high), math.log10(at)
         return self.begin + (at - low) / (high - low) * (self.end - self.begin)
 
     def ticks(self) -> list[float]:
@@ -47,10 +49,15 @@ class _Axis:
 
 
 def chart(
-    title: str, x_label: str, y_label: str, lines: Sequence[Line], log_x: bool = False
+    title: str,
+    x_label: str,
+    y_label: str,
+    lines: Sequence[Line],
+    log_x: bool = False,
+    x_from: float = 0.0,
 ) -> str:
-    """One picture; the y axis begins at 0."""
-    xs = [x for line in lines for x, _ in line.points]
+    """One picture; the y axis begins at 0. What lies before `x_from` is drawn at the edge."""
+    xs = [max(x, x_from) for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     if not xs:
         return ""
@@ -66,6 +73,13 @@ def chart(
         "</svg>",
     ]
     return "\n".join(parts)
+
+
+def swatch(line: Line) -> str:
+    """A piece of it, for a legend."""
+    dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
+    stroke = f'stroke="{line.colour}" stroke-width="3"{dash}'
+    return f'<svg viewBox="0 0 30 12"><path {stroke} d="M0 6H30"/></svg>'
 
 
 def round_step(rough: float) -> float:
@@ -113,7 +127,8 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
 def _drawn(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
     places = [(x_axis.place(x), y_axis.place(y)) for x, y in line.points]
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    parts = [f'<path class="line" stroke="{line.colour}" d="M{path}"/>']
+    dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
+    parts = [f'<path class="line" stroke="{line.colour}"{dash} d="M{path}"/>']
     for (x, y), point, note in zip(places, line.points, line.notes, strict=False):
         told = html.escape(f"{line.name}, {note}: {short(point[0])}, {short(point[1])}")
         parts.append(
@@ -121,7 +136,8 @@ def _drawn(line: Line, x_axis: _Axis, y_axis: _Axis) -> str:
             f"<title>{told}</title></circle>"
         )
         side = "end" if x > _WIDTH - _RIGHT - 40 else "start"
-        parts.append(_text(x + (-7 if side == "end" else 7), y - 6, note, "note", side))
+        note_y = y + 15 if line.is_noted_below else y - 6
+        parts.append(_text(x + (-7 if side == "end" else 7), note_y, note, "note", side))
     return "\n".join(parts)
 
 

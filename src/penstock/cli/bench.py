@@ -17,6 +17,7 @@ from penstock.bench.load import Arrivals
 from penstock.bench.openai import PATHS, BodyOptions, bearer
 from penstock.bench.report import page
 from penstock.bench.results import Run, Series
+from penstock.cli.tokenizer import load_tokenizer
 from penstock.errors import ConfigError
 from penstock.hub.folder import local_folder
 from penstock.text.tokenizer import Tokenizer
@@ -128,11 +129,6 @@ def options_of(args: argparse.Namespace) -> serve.ServeOptions:
         profile=args.profile,
         show_progress=not args.disable_tqdm,
     )
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    given = Path(name).expanduser()
-    return Tokenizer.from_folder(given if given.is_dir() else local_folder(name, weights=False))
 
 
 def _refuse(args: argparse.Namespace) -> None:

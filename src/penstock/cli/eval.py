@@ -10,28 +10,38 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock import log
+from penstock.cli.eval_flags import LM_EVAL
+from penstock.cli.tokenizer import load_tokenizer
 from penstock.config.load import load_config
 from penstock.errors import ConfigError
 from penstock.eval import report, table
 from penstock.eval.ask import Endpoint, Engine
-from penstock.eval.likelihood import Encode
+from penstock.eval.published import Published
 from penstock.eval.published_run import Results, RunOptions, run_task
-from penstock.eval.task import Example, Task
+from penstock.eval.task import Task, first_of_each_group
 from penstock.eval.tasks import TASKS
 from penstock.hub.folder import local_folder
-from penstock.text.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
     log.setup("eval", "WARNING")  # a line per HTTP request would bury the result
     if args.model is None and args.url is None:
         raise ConfigError("name a MODEL to start, or a running server with --url")
+    if args.task.startswith(LM_EVAL):
+        return _run_lm_eval(args)
     task = TASKS[args.task]
-    if isinstance(task, Task):
-        examples = choose_examples(task, args.model, args.data, args.limit)
-        with _asker(args) as (name, asker):
-            answers = asker.ask(examples, args.max_tokens or task.max_tokens)
-        return _show_verdicts(args, name, report.judge(task, examples, answers))
+    return _run_own(args, task) if isinstance(task, Task) else _run_published(args, task)
+
+
+def _run_own(args: argparse.Namespace, task: Task) -> int:
+    path = args.data or _beside_model(task, args.model)
+    examples = first_of_each_group(task.read(path), args.limit)
+    with _asker(args) as (name, asker):
+        answers = asker.ask(examples, args.max_tokens or task.max_tokens)
+    return _show_verdicts(args, name, report.judge(task, examples, answers))
+
+
+def _run_published(args: argparse.Namespace, task: Published) -> int:
     if args.data is None:
         raise ConfigError(f"--data is missing: a file, or a folder with {task.file_names[0]}")
     options = RunOptions(
@@ -46,7 +56,28 @@ def run(args: argparse.Namespace) -> int:
     )
     with _asker(args) as (name, asker):
         given = args.tokenizer or args.model or name
-        results = run_task(args.task, task, options, asker, lambda: encoder(given))
+        results = run_task(args.task, task, options, asker, lambda: load_tokenizer(given).encode)
+    return show_results(args.task, name, results, args.output, args.min_score)
+
+
+def _run_lm_eval(args: argparse.Namespace) -> int:
+    try:
+        from penstock.eval.lm_eval_tasks import LmEvalOptions, run_lm_eval
+    except ImportError as error:
+        raise ConfigError(f"{args.task} needs lm-eval ({error}): pip install lm_eval") from None
+    options = LmEvalOptions(
+        include_path=args.data,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        max_tokens=args.max_tokens,
+        max_input_len=args.max_input_len,
+        apply_chat_template=args.apply_chat_template,
+        system_prompt=args.system_prompt,
+    )
+    tasks = args.task.removeprefix(LM_EVAL).split(",")
+    with _asker(args) as (name, asker):
+        given = args.tokenizer or args.model or name
+        results = run_lm_eval(tasks, options, asker, lambda: load_tokenizer(given))
     return show_results(args.task, name, results, args.output, args.min_score)
 
 
@@ -61,13 +92,8 @@ def show_results(
             "results": [dataclasses.asdict(score) for score in results.scores],
             "examples": list(results.examples),
         }
-        output.write_text(json.dumps(record, indent=1))
+        output.write_text(json.dumps(record, indent=1, default=str))
     return 0 if results.scores[0].value >= min_score else 1
-
-
-def encoder(model: str) -> Encode:
-    """As the model's own tokenizer does, with what it puts before every text."""
-    return Tokenizer.from_folder(local_folder(model, weights=False)).encode
 
 
 @contextlib.contextmanager
@@ -89,20 +115,6 @@ def _show_verdicts(args: argparse.Namespace, name: str, verdicts: list[report.Ve
     if args.output is not None:
         args.output.write_text(json.dumps(report.as_json(args.task, name, verdicts), indent=1))
     return 0 if report.score(verdicts).share >= args.min_score else 1
-
-
-def choose_examples(
-    task: Task, model: str | None, data: Path | None, limit: int | None
-) -> list[Example]:
-    """Those of `data`, else those in the model's folder; at most `limit` of each group."""
-    path = data or _beside_model(task, model)
-    taken: dict[str, int] = {}
-    chosen = []
-    for example in task.read(path):
-        taken[example.group] = taken.get(example.group, 0) + 1
-        if limit is None or taken[example.group] <= limit:
-            chosen.append(example)
-    return chosen
 
 
 def _beside_model(task: Task, model: str | None) -> Path:

@@ -10,6 +10,7 @@ TASKS = (
     *("skills", "gsm8k", "aime24", "aime25", "aime26", "gpqa"),
     *("mmlu", "hellaswag", "perplexity"),
 )
+LM_EVAL = "lm-eval:"
 _GREEDY = "answers are greedy"
 _FIELDS = (
     *("max_batch_size", "max_num_tokens", "max_seq_len", "tensor_parallel_size", "revision"),
@@ -29,9 +30,18 @@ TRTLLM_FLAGS: tuple[Flag, ...] = (
 
 def add_eval_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", nargs="?", metavar="MODEL", help="model to start and score")
-    command.add_argument("--task", choices=TASKS, required=True)
     command.add_argument(
-        "--data", type=Path, metavar="PATH", help="file, or a folder that has it under its name"
+        "--task",
+        type=_task,
+        required=True,
+        metavar="TASK",
+        help=f"one of {', '.join(TASKS)}; or {LM_EVAL}NAME,... for tasks of lm-eval",
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="file, or a folder that has it under its name; of lm-eval: more task files",
     )
     command.add_argument(
         "--limit", type=_positive, metavar="N", help="most examples; of tasks with groups, of each"
@@ -82,6 +92,12 @@ def add_trtllm_eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check_accuracy", action="store_true", help="exit with 1 below")
     parser.add_argument("--accuracy_threshold", type=float, default=30.0, metavar="PERCENT")
     add_flags(parser.add_argument_group("engine"), TRTLLM_FLAGS)
+
+
+def _task(text: str) -> str:
+    if text not in TASKS and not text.startswith(LM_EVAL):
+        raise argparse.ArgumentTypeError(f"invalid choice: '{text}' (one of {', '.join(TASKS)})")
+    return text
 
 
 def _positive(text: str) -> int:

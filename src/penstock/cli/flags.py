@@ -61,6 +61,8 @@ _MODEL = (
 _DEVICES = (
     Flag("device", "text", "auto, cuda or cpu"),
     Flag("tensor_parallel_size tp_size", "int", "GPUs that share each layer"),
+    Flag("moe_expert_parallel_size ep_size", "int", "sets of these GPUs that have other experts"),
+    Flag("moe_tensor_parallel_size", "int", "GPUs that share each expert"),
     Flag("num_threads", "int", "CPU threads of each engine process"),
     Flag(
         "attn_backend attention_backend", "text", "attention kernels: auto, triton, sdpa, reference"
@@ -102,7 +104,6 @@ _COMPATIBLE = (
     Flag("max_beam_width", "int"),
     Flag("pipeline_parallel_size pp_size", "int"),
     Flag("context_parallel_size cp_size", "int"),
-    Flag("moe_expert_parallel_size ep_size", "int"),
     Flag("moe_cluster_parallel_size cluster_size", "int"),
     Flag("gpus_per_node", "int"),
     Flag("enable_attention_dp", "switch"),

@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, PenstockError
 
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _QUANTIZE_FORMATS = ("fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq")
-_TUNED_OPS = ("gemv", "decode", "prefill")
+_TUNED_OPS = ("gemv", "decode", "prefill", "experts")
 _OFFLINE = ("throughput", "latency", "prepare-dataset")
 _UNAVAILABLE_BENCHES = ("build", "visual-gen")
 _UNAVAILABLE = ("disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve", "rerank")
@@ -135,6 +135,13 @@ def _add_quantize(commands: "argparse._SubParsersAction[_Parser]") -> None:
         metavar="FILE",
         help="text for perplexity; default: the rest of --calib",
     )
+    command.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="modules to leave as they are: words of their names, such as down_proj or layers.0",
+    )
     command.add_argument("--num_samples", type=int, default=128, help="pieces of text (128)")
     command.add_argument("--length", type=int, default=512, help="tokens of a piece (512)")
     command.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
@@ -210,8 +217,8 @@ def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--model",
         action="append",
         metavar="MODEL",
-        help="model whose shapes count, or llama-3.1-8b, llama-3.3-70b; may be repeated; "
-        "default: these two",
+        help="model whose shapes count, or llama-3.1-8b, llama-3.3-70b, gpt-oss-120b, "
+        "qwen3-30b-a3b; may be repeated; default: these",
     )
     command.add_argument(
         "--ops",

@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
         calib=args.calib,
         output=args.output,
         eval=args.eval,
+        exclude=tuple(args.exclude),
         num_samples=args.num_samples,
         length=args.length,
         device=args.device or default_device(),

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock import log
-from penstock.cli.eval import encoder, show_results
+from penstock.cli.eval import show_results
 from penstock.cli.eval_flags import TRTLLM_FLAGS
 from penstock.cli.flags import settings
+from penstock.cli.tokenizer import load_tokenizer
 from penstock.config.load import load_config
 from penstock.config.trtllm_fields import put
 from penstock.errors import ConfigError
@@ -54,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
         system_prompt=args.system_prompt,
     )
     with Engine(load_config(values, args.config, args.set)) as engine:
-        results = run_task(
-            name, task, options, engine, lambda: encoder(args.tokenizer or args.model)
-        )
+        given = args.tokenizer or args.model
+        results = run_task(name, task, options, engine, lambda: load_tokenizer(given).encode)
     min_score = args.accuracy_threshold / 100 if args.check_accuracy else 0.0
     return show_results(args.task, args.model, results, output, min_score)
 

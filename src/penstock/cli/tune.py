@@ -12,7 +12,9 @@ from penstock.hub.folder import local_folder
 from penstock.kernels.device import probe
 
 if TYPE_CHECKING:
+    from penstock.kernels.moe.tuning import Layer
     from penstock.kernels.tuning import Found, Shape
+    from penstock.types.model_spec import ModelSpec
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,13 +53,42 @@ def _shape(name: str) -> "Shape":
     if name in SHAPES:
         return SHAPES[name]
     spec = parse_model_spec(local_folder(name, weights=False))
+    experts = _experts(spec)
+    all_sparse = spec.moe is not None and all(spec.moe.layers)
     return Shape(
         hidden=spec.hidden_size,
-        features=spec.intermediate_size,
+        features=0 if all_sparse else spec.intermediate_size,
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         vocabulary=spec.vocab_size,
+        experts=experts,
+    )
+
+
+def _experts(spec: "ModelSpec") -> "Layer | None":
+    """None: there are none, or of few bits, whose kernels have no entries."""
+    from penstock.kernels.moe.tuning import Format, Layer
+    from penstock.types.model_spec import EightBitSpec
+
+    format: Format
+    if spec.moe is None or (spec.quantization is not None and spec.quantization.codes is not None):
+        return None
+    match spec.quantization and spec.quantization.format:
+        case "mxfp4":
+            format = "mxfp4"
+        case EightBitSpec(numbers="e4m3", weights=weights):
+            format = "fp8 blocks" if weights == "block" else "fp8 outputs"
+        case None:
+            format = "plain"
+        case _:
+            return None
+    return Layer(
+        hidden=spec.hidden_size,
+        features=spec.moe.inner_size,
+        num_experts=spec.moe.num_experts,
+        num_active=spec.moe.num_active,
+        format=format,
     )
 
 

@@ -34,9 +34,10 @@ class KvCacheConfig(StrictModel):
         ge=8,
         le=256,
     )
-    dtype: Literal["auto", "fp8", "bfloat16", "float16", "float32"] = setting(
+    dtype: Literal["auto", "fp8", "int8", "bfloat16", "float16", "float32"] = setting(
         "auto",
         "Number format of the cache. fp8: half the memory, with the scales of the checkpoint or 1. "
+        "int8: a little more than half, with scales of each token and head; not for latents. "
         "auto: fp8 where the checkpoint is made for it, else the one the model computes in. "
         "Any other must be that one.",
     )

@@ -11,7 +11,7 @@ from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import Fp8Spec, ModelSpec, QuantSpec
+from penstock.types.model_spec import EightBitSpec, ModelSpec, QuantSpec
 
 _HALVES = ("bfloat16", "float16")
 _GIB = 2**30
@@ -56,6 +56,7 @@ def resolve(
     moe_backend = "none"
     if spec.moe is not None:
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
+    ep_size = choices.add("ep_size", _ep_size(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
     graph_batch_sizes = choices.add(
         "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
@@ -99,6 +100,7 @@ def resolve(
         quantization=quantization,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
+        ep_size=ep_size,
         graph_batch_sizes=graph_batch_sizes,
         graph_token_sizes=config.cuda_graph_config.token_sizes(max_num_tokens)
         if config.cuda_graph_config is not None and graph_batch_sizes
@@ -174,7 +176,7 @@ def _quantization(
 def _check_numbers(asked: str | None, found: QuantSpec | None, device: DeviceInfo) -> None:
     """Refuse weights that no kernel for this GPU multiplies."""
     format = found.format if found is not None else None
-    is_fp8 = isinstance(format, Fp8Spec) and format.numbers == "e4m3"
+    is_fp8 = isinstance(format, EightBitSpec) and format.numbers == "e4m3"
     what = f"quantization {asked}" if asked else "the checkpoint"
     if is_fp8 or (asked or "").startswith("fp8"):
         needed = _FP8_ARCH
@@ -203,11 +205,18 @@ def _kv_dtype(
                 f"sm_{device.arch}, use auto"
             )
         return _FP8, "set by kv_cache_config.dtype"
+    if asked == "int8":
+        if spec.latent is not None:
+            raise ConfigError(
+                f"kv_cache_config.dtype is int8, which the latents of {spec.architecture} cannot "
+                "have; use fp8 or auto"
+            )
+        return "int8", "set by kv_cache_config.dtype"
     if asked != "auto":
         if asked != dtype:
             raise ConfigError(
                 f"kv_cache_config.dtype is {asked}, but the model computes in {dtype}; use that, "
-                "fp8 or auto"
+                "fp8, int8 or auto"
             )
         return dtype, "set by kv_cache_config.dtype"
     if made_for is None:
@@ -246,6 +255,30 @@ def _moe(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[str]:
     else:
         best, reason = "triton", f"preferred on sm_{device.arch}"
     return best, reason if asked in ("AUTO", best.upper()) else f"{reason}; stands in for {asked}"
+
+
+def _ep_size(config: EngineConfig, spec: ModelSpec) -> Reasoned[int]:
+    """Sets of ranks with other experts; what is not given of the two sizes follows."""
+    tp_size, asked = config.tensor_parallel_size, config.moe_expert_parallel_size
+    moe_tp_size = config.moe_tensor_parallel_size
+    if spec.moe is None:
+        return 1, "the model has no experts"
+    if asked is None and moe_tp_size is None:
+        return 1, "all ranks share every expert"
+    ep_size = asked or max(1, tp_size // (moe_tp_size or 1))
+    moe_tp_size = moe_tp_size or max(1, tp_size // ep_size)
+    if ep_size * moe_tp_size != tp_size:
+        raise ConfigError(
+            f"moe_expert_parallel_size {ep_size} times moe_tensor_parallel_size {moe_tp_size} is "
+            f"not {tp_size}, the tensor_parallel_size; give one of the two, a divisor of it"
+        )
+    if ep_size > spec.moe.num_experts:
+        raise ConfigError(
+            f"moe_expert_parallel_size is {ep_size}, but there are {spec.moe.num_experts} experts; "
+            "use a smaller one"
+        )
+    name = "moe_tensor_parallel_size" if asked is None else "moe_expert_parallel_size"
+    return ep_size, f"set by {name}; {moe_tp_size} rank(s) share an expert"
 
 
 def _step_limits(config: EngineConfig, kind: str, choices: _Choices) -> tuple[int, int]:

@@ -62,5 +62,6 @@ class RunConfig:
     state_cpu_bytes: int = 0  # of states and copies on a CPU, beside kv_cpu_bytes
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
+    ep_size: int = 1  # sets of ranks that have other experts; the ranks of a set share each
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
     choices: tuple[Choice, ...] = ()

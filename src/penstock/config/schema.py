@@ -119,6 +119,21 @@ class EngineConfig(StrictModel):
     tensor_parallel_size: int = setting(
         1, "Number of devices that share each layer; each runs one process.", ge=1, le=1024
     )
+    moe_expert_parallel_size: int | None = setting(
+        None,
+        "Number of sets into which these devices fall for layers of experts: each set has other "
+        "experts, and those of a set share each of them. A divisor of tensor_parallel_size. null: "
+        "one set, all devices share every expert.",
+        ge=1,
+        le=1024,
+    )
+    moe_tensor_parallel_size: int | None = setting(
+        None,
+        "The same said otherwise: number of devices that share an expert. null: "
+        "tensor_parallel_size / moe_expert_parallel_size.",
+        ge=1,
+        le=1024,
+    )
     num_threads: int | None = setting(
         None, "CPU threads of each engine process. null: the cores this machine has.", ge=1, le=1024
     )
@@ -232,6 +247,11 @@ class EngineConfig(StrictModel):
         for line in warnings:
             _logger.warning("%s", line)
         return config
+
+    @field_validator("moe_expert_parallel_size", "moe_tensor_parallel_size", mode="before")
+    @classmethod
+    def _none_is_minus_one(cls, value: object) -> object:
+        return None if value == -1 else value  # as TensorRT-LLM may write it
 
     @field_validator("model", "host")
     @classmethod

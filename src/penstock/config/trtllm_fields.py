@@ -84,15 +84,17 @@ _MODEL = {
 _PARALLEL = {
     "tensor_parallel_size": SUPPORTED,
     "pipeline_parallel_size": ignored(
-        "layers are not split into stages yet; the tensor-parallel ranks hold the whole model", 1
+        "layers are not split into stages yet, the tensor-parallel ranks hold the whole model; for "
+        "more GPUs raise tensor_parallel_size",
+        1,
     ),
     "context_parallel_size": ignored("a prompt is not split over GPUs yet", 1),
     "gpus_per_node": ignored("the number of GPUs is found at start"),
-    "moe_tensor_parallel_size": ignored("experts follow tensor_parallel_size", 1, -1),
-    "moe_expert_parallel_size": ignored(
-        "experts are not spread over GPUs yet; they follow tensor_parallel_size", 1, -1
+    "moe_tensor_parallel_size": SUPPORTED,
+    "moe_expert_parallel_size": SUPPORTED,
+    "moe_cluster_parallel_size": ignored(
+        "an expert is on the ranks that moe_expert_parallel_size gives it", 1, -1
     ),
-    "moe_cluster_parallel_size": ignored("experts follow tensor_parallel_size", 1, -1),
     "enable_attention_dp": _NO_DP,
     **_section(
         "attention_dp_config",
@@ -183,7 +185,7 @@ _KERNELS = {
     ),
     **_section(
         "moe_config.load_balancer",
-        ignored("every GPU holds a share of every expert, which needs no balance"),
+        ignored("experts stay where they were loaded, none of them twice"),
         "num_slots initial_global_assignments layer_updates_per_iter",
     ),
     **_section(

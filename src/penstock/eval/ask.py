@@ -14,7 +14,7 @@ from rich.progress import track
 from penstock.api.llm import LLM
 from penstock.config.schema import EngineConfig
 from penstock.errors import BackendError
-from penstock.eval.likelihood import Weighed
+from penstock.eval.likelihood import Chance, Weighed
 from penstock.eval.task import Answer, Example, answer_of_message, answer_of_output
 from penstock.types.request import ChatOptions
 from penstock.types.sampling import SamplingParams
@@ -46,22 +46,27 @@ class Engine:
         ]
         if examples[0].prompt:
             outputs = self._llm.generate([example.prompt for example in examples], params)
-        else:
-            options = [
-                ChatOptions(template_kwargs=example.template_kwargs, tools=example.tools)
-                for example in examples
-            ]
-            outputs = self._llm.chat([example.messages for example in examples], params, options)
+            assert isinstance(outputs, list)
+            return [Answer(output.outputs[0].text) for output in outputs]
+        options = [
+            ChatOptions(template_kwargs=example.template_kwargs, tools=example.tools)
+            for example in examples
+        ]
+        outputs = self._llm.chat([example.messages for example in examples], params, options)
         assert isinstance(outputs, list)
         return [answer_of_output(output.outputs[0]) for output in outputs]
 
-    def logprobs(self, asked: Sequence[Weighed]) -> list[list[float | None]]:
+    def chances(self, asked: Sequence[Weighed]) -> list[list[Chance]]:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         outputs = self._llm.generate([one.ids for one in asked], params)
         assert isinstance(outputs, list)
         return [
-            [None if one is None else one.logprob for one in output.prompt_logprobs or ()]
-            for output in outputs
+            [
+                Chance(token.logprob, token.rank == 1)
+                for token in (output.prompt_logprobs or ())[one.begin :]
+                if token is not None
+            ]
+            for one, output in zip(asked, outputs, strict=True)
         ]
 
 
@@ -87,8 +92,8 @@ class Endpoint:
     def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Answer]:
         return self._each(lambda example: self._ask(example, max_tokens), examples)
 
-    def logprobs(self, asked: Sequence[Weighed]) -> list[list[float | None]]:
-        return self._each(self._logprobs, asked)
+    def chances(self, asked: Sequence[Weighed]) -> list[list[Chance]]:
+        return self._each(self._chances, asked)
 
     def _each(self, act: Callable[[_T], _R], things: Sequence[_T]) -> list[_R]:
         """Of all of them, so many at once as may be."""
@@ -124,7 +129,7 @@ class Endpoint:
             body["stop"] = example.stop
         if example.prompt:
             reply = self._send("POST", "/completions", body | {"prompt": example.prompt})
-            return Answer(str(self._found(reply, "choices", 0, "text")).strip())
+            return Answer(str(self._found(reply, "choices", 0, "text")))
         body["messages"] = example.messages
         if example.tools:
             body["tools"] = example.tools
@@ -136,13 +141,17 @@ class Endpoint:
         except (LookupError, TypeError, AttributeError):
             raise ServerError(f"{self._url} sent a reply without a message: {reply}") from None
 
-    def _logprobs(self, asked: Weighed) -> list[float | None]:
+    def _chances(self, asked: Weighed) -> list[Chance]:
         body = {"model": self.model, "prompt": asked.ids, "echo": True, "logprobs": 1}
         reply = self._send("POST", "/completions", body | {"max_tokens": 1, "temperature": 0.0})
         found = self._found(reply, "choices", 0, "logprobs", "token_logprobs")
-        if len(found) < len(asked.ids):
+        best = self._found(reply, "choices", 0, "logprobs", "top_logprobs")
+        if min(len(found), len(best)) < len(asked.ids):
             raise ServerError(f"{self._url} does not echo log-probabilities of the prompt")
-        return list(found[: len(asked.ids)])
+        return [
+            Chance(found[i], found[i] >= max(best[i].values()))
+            for i in range(asked.begin, len(asked.ids))
+        ]
 
     def _found(self, reply: Any, *path: str | int) -> Any:
         found = reply

@@ -1,6 +1,6 @@
 """Questions whose answers are not written but weighed: how likely is this text after that one?"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
 
@@ -25,13 +25,24 @@ class Weighed:
     begin: int
 
 
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """Of one weighed token; `is_best`: a greedy answer would have it there, too."""
+
+    logprob: float
+    is_best: bool
+
+
 def weighed(encode: Encode, context: str, ending: str, max_len: int | None = None) -> Weighed:
     """Both encoded together, as a model reads them; beyond `max_len` the context is cut off."""
     blank = len(context) - len(context.rstrip())
     if blank:  # a blank belongs to the token after it
         context, ending = context[:-blank], context[-blank:] + ending
-    ids = encode(context + ending)
-    begin = len(encode(context))
+    return shortened(encode(context + ending), len(encode(context)), max_len)
+
+
+def shortened(ids: Sequence[int], begin: int, max_len: int | None) -> Weighed:
+    """The last `max_len` ids; the first of all cannot be weighed."""
     cut = max(0, len(ids) - max_len) if max_len is not None else 0
     return Weighed(tuple(ids[cut:]), max(1, begin - cut))
 
@@ -47,6 +58,5 @@ def windows(ids: Sequence[int], max_len: int) -> list[Weighed]:
     return found
 
 
-def total(asked: Weighed, logprobs: Sequence[float | None]) -> float:
-    """The sum over what was to be weighed; `logprobs` has an entry for every id."""
-    return fsum(one for one in logprobs[asked.begin : len(asked.ids)] if one is not None)
+def total(chances: Iterable[Chance]) -> float:
+    return fsum(one.logprob for one in chances)

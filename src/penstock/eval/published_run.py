@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.errors import ConfigError
-from penstock.eval.likelihood import Choices, Encode, Weighed, total, weighed, windows
+from penstock.eval.likelihood import Chance, Choices, Encode, Weighed, total, weighed, windows
 from penstock.eval.published import Chosen, Continued, Published, Written, pick
 from penstock.eval.table import Score, share
-from penstock.eval.task import Answer, Example
+from penstock.eval.task import Answer, Example, first_of_each_group
 
-_MAX_WINDOW = 1024
+MAX_WINDOW = 1024  # tokens weighed at a time where --max_input_len is not given
 
 
 class Asker(Protocol):
@@ -20,8 +20,8 @@ class Asker(Protocol):
 
     def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Answer]: ...
 
-    def logprobs(self, asked: Sequence[Weighed]) -> list[list[float | None]]:
-        """Of every id; None for the first, before which there is nothing."""
+    def chances(self, asked: Sequence[Weighed]) -> list[list[Chance]]:
+        """Of every id that is to be weighed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +120,16 @@ def _chosen(
     asker: Asker,
     encode: Encode,
 ) -> Results:
-    questions = _limited(questions, options.limit, task.by_group)
+    if task.by_group:
+        questions = first_of_each_group(questions, options.limit)
+    else:
+        questions = questions[: options.limit]
     asked = [
         weighed(encode, one.context, ending, options.max_input_len)
         for one in questions
         for ending in one.endings
     ]
-    totals = iter([total(*pair) for pair in zip(asked, asker.logprobs(asked), strict=True)])
+    totals = iter([total(chances) for chances in asker.chances(asked)])
     shown: list[dict[str, Any]] = []
     for one in questions:
         sums = [next(totals) for _ in one.endings]
@@ -149,19 +152,6 @@ def _chosen(
     return Results(scores, shown)
 
 
-def _limited(questions: Sequence[Choices], limit: int | None, by_group: bool) -> list[Choices]:
-    """The first `limit`; of tasks with groups, so many of each."""
-    if limit is None or not by_group:
-        return list(questions[:limit])
-    taken: dict[str, int] = {}
-    found = []
-    for one in questions:
-        taken[one.group] = taken.get(one.group, 0) + 1
-        if taken[one.group] <= limit:
-            found.append(one)
-    return found
-
-
 def _best(values: Sequence[float]) -> int:
     return max(range(len(values)), key=lambda i: values[i])
 
@@ -169,8 +159,8 @@ def _best(values: Sequence[float]) -> int:
 def _continued(
     name: str, version: int, text: str, options: RunOptions, asker: Asker, encode: Encode
 ) -> Results:
-    pieces = windows(encode(text), options.max_input_len or _MAX_WINDOW)[: options.limit]
-    sums = [total(*pair) for pair in zip(pieces, asker.logprobs(pieces), strict=True)]
+    pieces = windows(encode(text), options.max_input_len or MAX_WINDOW)[: options.limit]
+    sums = [total(chances) for chances in asker.chances(pieces)]
     num_tokens = sum(len(piece.ids) - piece.begin for piece in pieces)
     if num_tokens == 0:
         raise ConfigError("the text has less than two tokens")

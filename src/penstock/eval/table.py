@@ -13,7 +13,7 @@ class Score:
     """One line. `task` is empty where it goes on about the one above; `stderr` may be unknown."""
 
     task: str
-    version: int
+    version: int | str
     num_fewshot: int
     metric: str
     value: float

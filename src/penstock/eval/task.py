@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from penstock.types.outputs import CompletionOutput
 
@@ -27,6 +27,25 @@ class Example:
     rule: str  # how an answer is compared with `expected`; its names belong to the task
     tools: tuple[Mapping[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Grouped(Protocol):
+    @property
+    def group(self) -> str: ...
+
+
+_G = TypeVar("_G", bound=_Grouped)
+
+
+def first_of_each_group(examples: Sequence[_G], limit: int | None) -> list[_G]:
+    """At most `limit` of each, in their order; None: all."""
+    taken: dict[str, int] = {}
+    found = []
+    for one in examples:
+        taken[one.group] = taken.get(one.group, 0) + 1
+        if limit is None or taken[one.group] <= limit:
+            found.append(one)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

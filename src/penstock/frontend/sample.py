@@ -49,6 +49,7 @@ class Sample:
         self._text: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._stop_logprob: TokenLogprob | None = None
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_cached = 0
 
@@ -56,7 +57,8 @@ class Sample:
         """What to send now, if anything."""
         assert not self.is_done, delta.request_id
         ids = delta.token_ids
-        if delta.stop_id is not None and ids[-1:] == (delta.stop_id,):
+        has_stop_id = delta.stop_id is not None and ids[-1:] == (delta.stop_id,)
+        if has_stop_id:
             ids = ids[:-1]  # it ends the output and is not part of it
         found = None
         if self._stops is not None:
@@ -70,6 +72,9 @@ class Sample:
         self._num_cached = self._num_cached or delta.num_cached_tokens
         if found is not None:
             return self._send(FinishReason.STOP, found)
+        if has_stop_id:  # it was made all the same
+            self._num_tokens += 1
+            self._stop_logprob = delta.logprobs[-1] if delta.logprobs else None
         if delta.finish is not None:
             is_asked = delta.stop_id in self._sampling.stop_token_ids
             return self._send(delta.finish, delta.stop_id if is_asked else None, delta.error)
@@ -114,7 +119,9 @@ class Sample:
             reasoning=parsed.reasoning,
             tool_calls=parsed.tool_calls,
             token_ids=tuple(self._ids),
+            num_tokens=self._num_tokens - self._num_sent,
             logprobs=tuple(self._logprobs),
+            stop_logprob=self._stop_logprob,
             prompt_logprobs=tuple(self._prompt_logprobs),
             num_cached_tokens=self._num_cached,
             finish=finish,

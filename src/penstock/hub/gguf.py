@@ -54,11 +54,11 @@ class GgufTensor:
 class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._read_head()
-        except (struct.error, UnicodeDecodeError, ValueError) as error:
+        except (OSError, struct.error, ValueError) as error:
             raise ConfigError(f"'{path}' is not a readable GGUF file: {error}") from error
 
     def _read_head(self) -> None:

@@ -4,12 +4,14 @@ import functools
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
 from penstock.types.device import DeviceInfo
 
 _H200_SMS = 132
+_OWN_GROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 @functools.cache
@@ -46,7 +48,7 @@ def _probe_cpu() -> DeviceInfo:
         name=platform.processor() or platform.machine(),
         arch=0,
         num_devices=1,
-        total_bytes=page_bytes * os.sysconf("SC_PHYS_PAGES"),
+        total_bytes=_usable_bytes(page_bytes * os.sysconf("SC_PHYS_PAGES")),
         free_bytes=page_bytes * os.sysconf("SC_AVPHYS_PAGES"),
         num_sms=0,
         num_threads=_num_usable_cores(),
@@ -57,10 +59,30 @@ def _probe_cpu() -> DeviceInfo:
 
 
 def _num_usable_cores() -> int:
-    """Torch counts physical cores; an affinity mask may leave this process fewer."""
+    """Torch counts physical cores; an affinity mask or a container may leave this process fewer."""
+    num_cores = torch.get_num_threads()
     if hasattr(os, "sched_getaffinity"):
-        return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
-    return torch.get_num_threads()
+        num_cores = min(num_cores, len(os.sched_getaffinity(0)))
+    match _container_limit("cpu.max"):
+        case [quota, period] if quota.isdigit():
+            num_cores = min(num_cores, max(1, int(quota) // int(period)))
+    return num_cores
+
+
+def _usable_bytes(total_bytes: int) -> int:
+    match _container_limit("memory.max"):
+        case [limit] if limit.isdigit():
+            return min(total_bytes, int(limit))
+    return total_bytes
+
+
+def _container_limit(name: str) -> list[str]:
+    """What the control group of this process (version 2) says; nothing where there is none."""
+    try:
+        own = _OWN_GROUP.read_text().rpartition("0::")[2].strip()
+        return (_GROUPS / own.lstrip("/") / name).read_text().split()
+    except OSError:
+        return []
 
 
 def _triton_version() -> str | None:

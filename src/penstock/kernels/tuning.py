@@ -29,9 +29,11 @@ from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode,
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill, prefill_config
 from penstock.kernels.device import probe
 from penstock.kernels.gemm.skinny import GemvConfig, gemv, gemv_config
+from penstock.kernels.moe import tuning as moe
+from penstock.kernels.moe.tuning import ExpertsConfig, Layer, Product
 
-OPS = ("gemv", "decode", "prefill")
-Config = GemvConfig | DecodeConfig | PrefillConfig
+OPS = ("gemv", "decode", "prefill", "experts")
+Config = GemvConfig | DecodeConfig | PrefillConfig | ExpertsConfig
 Launch = Callable[[], object]
 
 _L2_BYTES = 256 << 20  # more than any, so that nothing is found in it
@@ -51,11 +53,12 @@ class Shape:
     """What of a model the shapes of its kernels follow from."""
 
     hidden: int
-    features: int
+    features: int  # 0: every layer has experts instead
     heads: int
     kv_heads: int
     head_size: int
     vocabulary: int
+    experts: Layer | None = None
 
 
 SHAPES = {
@@ -65,7 +68,15 @@ SHAPES = {
     "llama-3.3-70b": Shape(
         hidden=8192, features=28672, heads=64, kv_heads=8, head_size=128, vocabulary=128256
     ),
-}
+    "gpt-oss-120b": Shape(
+        hidden=2880, features=0, heads=64, kv_heads=8, head_size=64, vocabulary=201088,
+        experts=Layer(hidden=2880, features=2880, num_experts=128, num_active=4, format="mxfp4"),
+    ),
+    "qwen3-30b-a3b": Shape(
+        hidden=2048, features=0, heads=32, kv_heads=4, head_size=128, vocabulary=151936,
+        experts=Layer(hidden=2048, features=768, num_experts=128, num_active=8, format="plain"),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,7 @@ class Subject:
     op: str
     dims: tuple[tuple[str, int], ...]
     is_gated: bool = False  # of a product: its outputs are those of gate and up
+    experts: Product | None = None
 
     @property
     def key(self) -> str:
@@ -113,6 +125,8 @@ def subjects(shape: Shape, ops: Sequence[str]) -> list[Subject]:
         )
         for nth, (outputs, inputs, formats) in enumerate(matrices):
             for bits, tokens in itertools.product(formats, _TOKENS):
+                if outputs == 0 or inputs == 0:
+                    continue
                 sizes = (("outputs", outputs), ("inputs", inputs))
                 dims = (*sizes, ("bits", bits), ("tokens", tokens))
                 found.append(Subject("gemv", dims, is_gated=nth == 2))
@@ -123,11 +137,16 @@ def subjects(shape: Shape, ops: Sequence[str]) -> list[Subject]:
                 found.append(Subject("decode", (*heads, *kind)))
         if "prefill" in ops:
             found.append(Subject("prefill", (*heads, ("bits", 16), ("cache_bits", cache_bits))))
+    if "experts" in ops and shape.experts is not None:
+        products = moe.products(shape.experts)
+        found += [Subject(one.op, one.dims, one.is_gated, one) for one in products]
     return found
 
 
 def now_used(subject: Subject) -> Config:
     """What the kernel runs with at present."""
+    if subject.experts is not None:
+        return moe.now_used(subject.experts)
     d = dict(subject.dims)
     match subject.op:
         case "gemv":
@@ -148,6 +167,8 @@ def candidates(subject: Subject) -> list[Config]:
     """What is tried; the present one first."""
     now = now_used(subject)
     tried: list[Config] = [now]
+    if subject.experts is not None:
+        tried += moe.candidates(subject.experts)
     match now:
         case GemvConfig():
             tokens = dict(subject.dims)["tokens"]
@@ -183,6 +204,8 @@ def cases(subject: Subject, device: torch.device) -> Iterator[Case]:
     """One at a time: each takes memory while it lasts."""
     d = dict(subject.dims)
     limits = tuned.ceilings(probe().name)
+    if subject.experts is not None:
+        yield _experts_case(subject.experts, device, limits.get("read_tbps"))
     match subject.op:
         case "gemv":
             yield _gemv_case(d, subject.is_gated, device, limits.get("read_tbps"))
@@ -197,6 +220,8 @@ def cases(subject: Subject, device: torch.device) -> Iterator[Case]:
 def compiling_cases(subject: Subject, device: torch.device) -> Iterator[Case]:
     """Small ones for which Triton makes the same binaries."""
     d = dict(subject.dims)
+    if subject.experts is not None:
+        yield _experts_case(subject.experts, device, None, num_slots=16)
     match subject.op:
         case "gemv":
             small = 512 if d["outputs"] % 16 == 0 else d["outputs"]
@@ -234,6 +259,19 @@ def _gemv_case(
         None if read_tbps is None else num_bytes / read_tbps / 1e6,
         lambda config: [partial(run, config, weight) for weight in weights],
         lambda config: run(config, weights[0]),
+    )
+
+
+def _experts_case(
+    one: Product, device: torch.device, read_tbps: float | None, num_slots: int | None = None
+) -> Case:
+    """Both products of a layer; the floor is reading the weights once."""
+    runs = moe.runs(one, device, num_slots)
+    return Case(
+        f"{one.num_tokens} tokens",
+        None if read_tbps is None else one.num_bytes / read_tbps / 1e6,
+        lambda config: [partial(run, config) for run in runs],
+        runs[0],
     )
 
 

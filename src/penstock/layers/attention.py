@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.activation import sigmoid_mul
-from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, InputFormat
 from penstock.kernels.rope import rope_kv_write
@@ -57,7 +57,7 @@ class Attention(CachedLayer):
         self.backend = build.attention
         self.cache_dtype = str(build.cache_dtype).removeprefix("torch.")
         self.cache_scales = (1.0, 1.0)  # a stored key times the first is the key; the second: value
-        self.has_scales = build.cache_dtype.itemsize == 1
+        self.has_scales = build.cache_dtype == torch.float8_e4m3fn
         if self.has_scales:
             self.k_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
             self.v_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
@@ -88,6 +88,7 @@ class Attention(CachedLayer):
             )
         self.k_cache_BKSD: Tensor | None = None
         self.v_cache_BKSD: Tensor | None = None
+        self.token_scales: CacheScales | None = None  # of a cache of whole numbers
 
     def finish(self) -> None:
         """After loading: scales become numbers, that of keys a factor of the scores' scale."""
@@ -104,7 +105,8 @@ class Attention(CachedLayer):
         )
 
     def bind_cache(self, *planes: Tensor) -> None:
-        self.k_cache_BKSD, self.v_cache_BKSD = planes
+        self.k_cache_BKSD, self.v_cache_BKSD, *scales = planes
+        self.token_scales = CacheScales(*scales) if scales else None
 
     def input_format(self, num_tokens: int) -> InputFormat:
         return self.qkv_proj.input_format(num_tokens)
@@ -125,9 +127,16 @@ class Attention(CachedLayer):
             batch.slots_T,
             *self.cache_scales,
             self.gated,
+            *(self.token_scales or ()),
         )
         out_THD = self.backend.attend(
-            q_THD, self.k_cache_BKSD, self.v_cache_BKSD, batch, self.params, self.sinks
+            q_THD,
+            self.k_cache_BKSD,
+            self.v_cache_BKSD,
+            batch,
+            self.params,
+            self.sinks,
+            self.token_scales,
         )
         if self.gated:
             out_THD = sigmoid_mul(out_THD, qkv_TND[:, 1 : 2 * self.num_heads : 2])

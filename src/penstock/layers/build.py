@@ -15,6 +15,7 @@ class ExpertsBuild:
 
     by_reference: bool = False  # as the op's reference does, slow and plain
     max_tokens: int | None = None  # computed at once; more are cut into pieces
+    num_sets: int = 1  # of ranks; each set has other experts, the ranks of a set share each of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

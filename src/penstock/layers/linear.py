@@ -110,16 +110,28 @@ class QKVLinear(Linear):
 
 
 class RowLinear(Linear):
-    """Inputs split over the role; the outputs are summed, so that every rank has all of them."""
+    """Inputs split over the role; the outputs are summed, so that every rank has all of them.
 
-    def __init__(self, in_size: int, out_size: int, *, role: str, bias: bool, build: Build) -> None:
+    `is_summed` False: this rank's part of them, for a caller that sums more at once.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        role: str,
+        bias: bool,
+        build: Build,
+        is_summed: bool = True,
+    ) -> None:
         ranks = build.mesh.role(role)
         span = split(f"a layer's width ({role})", in_size, ranks.size, ranks.rank)
         inputs = Share(full_size=in_size, source=span, target=Span(0, span.size))
         super().__init__((whole(out_size),), inputs, bias=bias, build=build)
-        self.ranks = ranks
+        self.ranks, self.is_summed = ranks, is_summed
 
     def forward(self, x_TI: Activation, batch: ForwardBatch) -> Tensor:
         # The bias enters the sum once.
         y_TO = self._multiply(x_TI, batch, add_bias=self.ranks.rank == 0)
-        return all_reduce(y_TO, self.ranks)
+        return all_reduce(y_TO, self.ranks) if self.is_summed else y_TO

@@ -11,12 +11,18 @@ from penstock.layers.linear import ColumnLinear, RowLinear
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, inner_size: int, *, bias: bool, build: Build) -> None:
+    """`is_summed` as of its last layer."""
+
+    def __init__(
+        self, hidden_size: int, inner_size: int, *, bias: bool, build: Build, is_summed: bool = True
+    ) -> None:
         super().__init__()
         self.gate_up_proj = ColumnLinear(
             hidden_size, (inner_size, inner_size), role="mlp", bias=bias, build=build
         )
-        self.down_proj = RowLinear(inner_size, hidden_size, role="mlp", bias=bias, build=build)
+        self.down_proj = RowLinear(
+            inner_size, hidden_size, role="mlp", bias=bias, build=build, is_summed=is_summed
+        )
 
     def input_format(self, num_tokens: int) -> InputFormat:
         return self.gate_up_proj.input_format(num_tokens)

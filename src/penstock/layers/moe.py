@@ -1,7 +1,7 @@
 """A feed-forward block of many experts: a router sends each token to a few, a shared one sees all.
 
 Every rank of the role "experts" holds a share of the features of every expert, an equal one where
-the number format allows it.
+the number format allows it. In several sets of ranks, those of a set share the experts of the set.
 """
 
 # T tokens in the step, D hidden size, E experts, S slots, K experts of a token
@@ -61,9 +61,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Expert e lies in slot `slot_of_E[e]`.
+    """Expert e lies in slot `slot_of_E[e]`; one of another rank in none, which is `num_slots`.
 
-    `load_S` counts the tokens that came to each slot, also those that only fill up a CUDA graph.
+    `load_S` counts the tokens that came to each slot, also those that only fill up a CUDA graph,
+    and behind the last slot those that came to experts of other ranks.
     """
 
     def __init__(
@@ -77,17 +78,23 @@ class Experts(nn.Module):
         build: Build,
     ) -> None:
         super().__init__()
-        self.ranks = build.mesh.role("experts")
-        self.num_slots = num_experts
+        self.ranks, self.num_sets = build.mesh.role("experts"), build.experts.num_sets
+        self.num_experts = num_experts
+        self.span = split_groups(
+            "the number of experts", num_experts, 1, self.num_sets, self.ranks.rank % self.num_sets
+        )
+        self.num_slots = self.span.size
+        self.has_all = self.num_slots == num_experts
         self.hidden_size, self.inner_size, self.has_bias = hidden_size, inner_size, bias
         self.dtype, self.device = build.dtype, build.device
         self.gate = gate
         self.by_reference, self.max_tokens = build.experts.by_reference, build.experts.max_tokens
         self.scheme: ExpertsScheme
         self.gate_up, self.down = nn.Module(), nn.Module()  # hold the scheme's parameters
-        slots_E = torch.arange(num_experts, dtype=torch.int32, device=build.device)
+        slots_E = torch.full((num_experts,), self.num_slots, dtype=torch.int32)
+        slots_E[self.span.slice] = torch.arange(self.num_slots, dtype=torch.int32)
         load_S = torch.zeros(num_experts, dtype=torch.int64, device=build.device)
-        self.register_buffer("slot_of_E", slots_E, persistent=False)
+        self.register_buffer("slot_of_E", slots_E.to(build.device), persistent=False)
         self.register_buffer("load_S", load_S, persistent=False)
         self.slot_of_E: Tensor
         self.load_S: Tensor
@@ -96,7 +103,8 @@ class Experts(nn.Module):
         """How the numbers are kept; said once the layer's place in the model is known."""
         self.scheme = scheme
         shape = ExpertsShape(
-            num_slots=self.num_slots,
+            num_experts=self.num_experts,
+            experts=self.span,
             hidden_size=self.hidden_size,
             num_features=self.inner_size,
             features=self._features(scheme.group),
@@ -106,7 +114,8 @@ class Experts(nn.Module):
 
     def _features(self, group: int) -> Span:
         """Of this rank: an equal share, or as equal a one as groups allow."""
-        what, size, rank = "an expert's width", self.ranks.size, self.ranks.rank
+        what, size = "an expert's width", self.ranks.size // self.num_sets
+        rank = self.ranks.rank // self.num_sets
         if group == 1:
             return split(what, self.inner_size, size, rank)
         return split_groups(what, self.inner_size, group, size, rank)
@@ -116,15 +125,16 @@ class Experts(nn.Module):
         self.scheme.finish(self)
 
     def forward(self, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """This rank's part of the sum."""
         size = self.max_tokens or max(x_TD.shape[0], 1)
-        # The bias enters the sum once.
+        # The bias of an expert enters the sum once.
         parts = [
-            self.scheme.apply(self, *tensors, add_bias=self.ranks.rank == 0)
+            self.scheme.apply(self, *tensors, add_bias=self.ranks.rank < self.num_sets)
             for tensors in zip(
                 x_TD.split(size), slots_TK.split(size), weights_TK.split(size), strict=True
             )
         ]
-        return all_reduce(parts[0] if len(parts) == 1 else torch.cat(parts), self.ranks)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class MoE(nn.Module):
@@ -154,9 +164,12 @@ class MoE(nn.Module):
         self.experts = Experts(
             num_experts, hidden_size, inner_size, bias=bias, gate=gate, build=build
         )
-        self.shared = (
-            GatedMLP(hidden_size, shared_size, bias=False, build=build) if shared_size else None
-        )
+        self.shared = None
+        if shared_size:
+            self.shared = GatedMLP(
+                hidden_size, shared_size, bias=False, build=build, is_summed=False
+            )
+            assert build.mesh.role("mlp") == build.mesh.role("experts"), build.mesh
         self.shared_gate: Tensor | None = None
         if shared_gate:
             self.shared_gate = new_parameter((1, hidden_size), build.dtype, build.device)
@@ -178,7 +191,7 @@ class MoE(nn.Module):
             wanted = self.shared.input_format(batch.num_tokens)
             shared_TD = self.shared(converted(x_TD, wanted), batch)
             y_TD = add_shared(y_TD, shared_TD, x_TD, self.shared_gate)
-        return y_TD
+        return all_reduce(y_TD, self.experts.ranks)
 
 
 def experts_or_mlp(spec: ModelSpec, layer: int, build: Build) -> GatedMLP | MoE:

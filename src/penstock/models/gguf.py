@@ -65,6 +65,18 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     return config
 
 
+def whole_config(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """A config.json that stands for itself, such that older readers understand it, too: they know
+    rope_theta and rope_scaling only."""
+    config = config_of(file)
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta")}
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+    stated = {name: value for name, value in config.items() if value is not None}
+    return {"architectures": [architecture], "torch_dtype": "bfloat16"} | stated
+
+
 def _experts(file: GgufFile, get: Any) -> dict[str, Any]:
     """Some widths are stored as numbers, all can be seen on the tensors."""
     layers = range(get("block_count"))

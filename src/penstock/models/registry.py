@@ -72,7 +72,7 @@ def build_model(
             sources = [model.weight_rules.source(Target(name, part)) for part in parts]
             layer.use(schemes.linear(sources))
         elif isinstance(layer, Experts):
-            parts = range(2 * layer.num_slots)
+            parts = range(2 * layer.num_experts)
             sources = [model.weight_rules.source(Target(f"{name}.gate_up", p)) for p in parts]
             layer.use(schemes.experts(sources))
     return model

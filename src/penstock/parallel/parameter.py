@@ -60,16 +60,20 @@ class UnreadParameter(PlacedParameter):
         self, num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[Tensor]:
         """One for each slot, plain; random ones where nothing was loaded."""
-        per_slot = len(self.pieces) // num_slots
-        for first in range(0, len(self.pieces), per_slot):
+        for numbers in self.numbers_by_slot(num_slots):
             matrix = torch.zeros(self.full_shape, dtype=dtype, device=device)
             if not self.sources:
                 matrix.normal_(0.0, 1 / math.sqrt(self.full_shape[1]))
-            for number in range(first, first + per_slot if self.sources else first):
+            for number in numbers if self.sources else ():
                 piece = Piece(self.pieces[number].shares[-2:])  # without the slot
-                if not piece.is_empty:
-                    matrix[piece.target] = self.sources[number].read(piece.source).to(device, dtype)
+                matrix[piece.target] = self.sources[number].read(piece.source).to(device, dtype)
             yield matrix
+
+    def numbers_by_slot(self, num_slots: int) -> list[list[int]]:
+        """Which pieces make up the matrix of each slot; empty ones are left out."""
+        held = [number for number, piece in enumerate(self.pieces) if not piece.is_empty]
+        per_slot = len(held) // num_slots
+        return [held[first : first + per_slot] for first in range(0, len(held), per_slot)]
 
 
 def new_parameter(

@@ -10,14 +10,14 @@ import torch
 from penstock.hub.gguf import is_gguf
 from penstock.kernels.native import library
 from penstock.quant.coded import CodedExperts, CodedScheme, Int8Experts
-from penstock.quant.fp8 import Fp8Experts, Fp8Scheme
+from penstock.quant.eight_bits import EightBitExperts, EightBitScheme
 from penstock.quant.made import FORMATS, MadeExperts, MadeScheme
 from penstock.quant.mxfp4 import Mxfp4Experts
 from penstock.quant.none import Unquantized, UnquantizedExperts
 from penstock.quant.packed import PackedCodes, PackedExperts
 from penstock.quant.parse import any_excluded, is_excluded
 from penstock.quant.scheme import ExpertsScheme, LinearScheme, TableScheme
-from penstock.types.model_spec import Fp8Spec, QuantSpec
+from penstock.types.model_spec import EightBitSpec, QuantSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +99,12 @@ def _making(made: str, device: torch.device) -> Schemes:
 
 
 def _schemes(
-    format: Fp8Spec | Literal["mxfp4"], keeps_codes: bool
+    format: EightBitSpec | Literal["mxfp4"], keeps_codes: bool
 ) -> tuple[LinearScheme, ExpertsScheme]:
     match format:
-        case Fp8Spec(numbers="int8"):
-            return Fp8Scheme(format), Int8Experts(format, keeps_codes)
-        case Fp8Spec():
-            return Fp8Scheme(format), Fp8Experts(format)
+        case EightBitSpec(numbers="int8"):
+            return EightBitScheme(format), Int8Experts(format, keeps_codes)
+        case EightBitSpec():
+            return EightBitScheme(format), EightBitExperts(format)
         case "mxfp4":
             return Unquantized(), Mxfp4Experts()

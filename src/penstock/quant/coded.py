@@ -27,17 +27,16 @@ from penstock.kernels.coded.weights import NF4_GROUP
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.gemm import linear, packed
 from penstock.kernels.moe import touched_experts
-from penstock.parallel.parameter import UnreadParameter, unread_parameter
-from penstock.quant.fp8 import Fp8Experts
+from penstock.parallel.parameter import UnreadParameter
+from penstock.quant.eight_bits import EightBitExperts
 from penstock.quant.none import UnquantizedExperts
 from penstock.quant.scheme import (
     ExpertsShape,
     LinearShape,
-    create_bias,
-    create_expert_biases,
-    matrix_pieces,
+    create_unread,
+    create_unread_experts,
 )
-from penstock.types.model_spec import CodesSpec, Fp8Spec
+from penstock.types.model_spec import CodesSpec, EightBitSpec
 
 
 class CodedScheme:
@@ -50,9 +49,7 @@ class CodedScheme:
     def create(
         self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = (shape.num_outputs, shape.num_inputs)
-        layer.weight = unread_parameter(size, matrix_pieces(shape))
-        create_bias(layer, shape, dtype, device)
+        create_unread(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
         parameter: UnreadParameter = layer.weight
@@ -102,10 +99,7 @@ class CodedExperts(UnquantizedExperts):
     def create(
         self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size, features = shape.hidden_size, shape.features.size
-        layer.gate_up.weight = unread_parameter((2 * features, size), shape.gate_up_pieces())
-        layer.down.weight = unread_parameter((size, features), shape.down_pieces())
-        create_expert_biases(layer, shape, dtype, device)
+        create_unread_experts(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
         parts = (layer.gate_up, layer.down)
@@ -144,11 +138,11 @@ class CodedExperts(UnquantizedExperts):
         return matrix if coded is None else coded.values().to(matrix.dtype)
 
 
-class Int8Experts(Fp8Experts):
+class Int8Experts(EightBitExperts):
     """Experts of whole numbers of 8 bits. Their inputs stay plain, whatever the checkpoint says:
     that is no less precise, and few tokens wait for the weights alone."""
 
-    def __init__(self, spec: Fp8Spec, keeps_codes: bool) -> None:
+    def __init__(self, spec: EightBitSpec, keeps_codes: bool) -> None:
         super().__init__(spec)
         self._keeps_codes = keeps_codes
 
@@ -202,17 +196,16 @@ def _packed_matrices(
             yield None if coded is None else pack_coded([coded])
         return
     keeps_zeros = spec.has_zeros and num_slots > 1  # all slots must have them, or none
-    per_slot = len(parameter.pieces) // num_slots
-    for first in range(0, len(parameter.pieces), per_slot):
+    for numbers in parameter.numbers_by_slot(num_slots):
         if not parameter.sources:
             yield pack_coded([_random(spec, *parameter.full_shape, device)], keeps_zeros)
             continue
         parts = [
             parameter.sources[number].read_coded(parameter.pieces[number].source[-2:], device)
-            for number in range(first, first + per_slot)
+            for number in numbers
         ]
         coded_parts = [part for part in parts if part is not None]
-        is_coded = len(coded_parts) == per_slot
+        is_coded = len(coded_parts) == len(numbers)
         yield pack_coded(coded_parts, keeps_zeros) if is_coded else None
 
 

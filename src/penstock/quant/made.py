@@ -13,34 +13,31 @@ from penstock.errors import ConfigError
 from penstock.kernels.fp8 import BLOCK, LARGEST
 from penstock.kernels.int8.reference import LARGEST as LARGEST_INT8
 from penstock.kernels.moe import ExpertWeights
-from penstock.parallel.parameter import UnreadParameter, unread_parameter
-from penstock.quant.fp8 import Fp8Experts, Fp8Scheme, input_format
+from penstock.parallel.parameter import UnreadParameter
+from penstock.quant.eight_bits import EightBitExperts, EightBitScheme, input_format
 from penstock.quant.scheme import (
     ExpertsShape,
     LinearShape,
-    create_bias,
-    create_expert_biases,
-    matrix_pieces,
+    create_unread,
+    create_unread_experts,
 )
-from penstock.types.model_spec import Fp8Spec
+from penstock.types.model_spec import EightBitSpec
 
 FORMATS = {  # of the setting `quantization`; nf4 is another scheme's
-    "fp8": Fp8Spec(weights="channel", inputs="row"),
-    "fp8_block": Fp8Spec(weights="block", inputs="group"),
-    "int8": Fp8Spec(weights="channel", inputs="row", numbers="int8"),
+    "fp8": EightBitSpec(weights="channel", inputs="row"),
+    "fp8_block": EightBitSpec(weights="block", inputs="group"),
+    "int8": EightBitSpec(weights="channel", inputs="row", numbers="int8"),
 }
 _ROWS_AT_ONCE = 4096  # a multiple of a block's
 _SMALLEST_AMAX = 1e-12
 
 
-class MadeScheme(Fp8Scheme):
+class MadeScheme(EightBitScheme):
     def create(
         self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
     ) -> None:
         _check_width(self._spec, shape.num_inputs)
-        size = (shape.num_outputs, shape.num_inputs)
-        layer.weight = unread_parameter(size, matrix_pieces(shape))
-        create_bias(layer, shape, dtype, device)
+        create_unread(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
         parameter: UnreadParameter = layer.weight
@@ -50,16 +47,13 @@ class MadeScheme(Fp8Scheme):
         )
 
 
-class MadeExperts(Fp8Experts):
+class MadeExperts(EightBitExperts):
     def create(
         self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size, features = shape.hidden_size, shape.features.size
-        for inputs in (size, features):
+        for inputs in (shape.hidden_size, shape.features.size):
             _check_width(self._spec, inputs)
-        layer.gate_up.weight = unread_parameter((2 * features, size), shape.gate_up_pieces())
-        layer.down.weight = unread_parameter((size, features), shape.down_pieces())
-        create_expert_biases(layer, shape, dtype, device)
+        create_unread_experts(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
         for part in (layer.gate_up, layer.down):
@@ -71,17 +65,17 @@ class MadeExperts(Fp8Experts):
             ]
             values, scale = (torch.stack(parts) for parts in zip(*matrices, strict=True))
             inputs = input_format(self._spec, None)
-            part.weight = ExpertWeights(values, values.shape[2], scale, inputs)
+            part.weight = ExpertWeights(values, values.shape[2], scale, inputs, layer.has_all)
 
 
-def quantized(weight_OI: Tensor, spec: Fp8Spec) -> tuple[Tensor, Tensor]:
+def quantized(weight_OI: Tensor, spec: EightBitSpec) -> tuple[Tensor, Tensor]:
     """(values, scales) as products of this kind take them."""
     parts = [_quantized(rows.float(), spec) for rows in weight_OI.split(_ROWS_AT_ONCE)]
     values, scales = (torch.cat(part) for part in zip(*parts, strict=True))
     return values, scales
 
 
-def _quantized(weight_OI: Tensor, spec: Fp8Spec) -> tuple[Tensor, Tensor]:
+def _quantized(weight_OI: Tensor, spec: EightBitSpec) -> tuple[Tensor, Tensor]:
     if spec.weights == "channel":
         largest = LARGEST_INT8 if spec.numbers == "int8" else LARGEST
         scale_O1 = weight_OI.abs().amax(1, keepdim=True).clamp(min=_SMALLEST_AMAX) / largest
@@ -98,7 +92,7 @@ def _quantized(weight_OI: Tensor, spec: Fp8Spec) -> tuple[Tensor, Tensor]:
     return values.to(torch.float8_e4m3fn).contiguous(), scale[:, 0, :, 0]
 
 
-def _check_width(spec: Fp8Spec, num_inputs: int) -> None:
+def _check_width(spec: EightBitSpec, num_inputs: int) -> None:
     if spec.weights == "block" and num_inputs % BLOCK:
         raise ConfigError(
             f"quantization is fp8_block, which needs layers of whole {BLOCK} inputs; one has "

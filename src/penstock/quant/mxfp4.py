@@ -41,7 +41,9 @@ class Mxfp4Experts:
 
     def finish(self, layer: Any) -> None:
         for part in (layer.gate_up, layer.down):
-            weight: ExpertWeights = pack_mxfp4(part.blocks.detach(), part.scales.detach())
+            weight: ExpertWeights = pack_mxfp4(
+                part.blocks.detach(), part.scales.detach(), layer.has_all
+            )
             del part.blocks, part.scales
             part.weight = weight
 

@@ -91,7 +91,10 @@ class UnquantizedExperts:
     ) -> Tensor:
         gate_up, down = layer.gate_up, layer.down
         if not isinstance(gate_up.weight, list):
-            matrices = plain_weights(gate_up.weight), plain_weights(down.weight)
+            matrices = (
+                plain_weights(gate_up.weight, layer.has_all),
+                plain_weights(down.weight, layer.has_all),
+            )
             return apply_experts(layer, x_TD, slots_TK, weights_TK, *matrices, add_bias)
         return touched_experts(
             x_TD, slots_TK, weights_TK, gate_up.weight, down.weight, gate_up.bias,

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.gemm import PackedWeight, linear, pack, packed, packed_linear, packed_rows
 from penstock.kernels.moe import touched_experts
-from penstock.parallel.parameter import Source, UnreadParameter, unread_parameter
+from penstock.parallel.parameter import Source, UnreadParameter
 from penstock.parallel.shard import Piece
 from penstock.quant.scheme import (
     ExpertsShape,
     LinearShape,
-    create_bias,
-    create_expert_biases,
-    matrix_pieces,
+    create_unread,
+    create_unread_experts,
 )
 
 
@@ -30,9 +29,7 @@ class PackedCodes:
         self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
     ) -> None:
         assert dtype is torch.float32 and device.type == "cpu", (dtype, device)
-        size = (shape.num_outputs, shape.num_inputs)
-        layer.weight = unread_parameter(size, matrix_pieces(shape))
-        create_bias(layer, shape, dtype, device)
+        create_unread(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
         weight = _read(layer.weight)
@@ -75,23 +72,19 @@ class PackedExperts:
         self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     ) -> None:
         assert dtype is torch.float32 and device.type == "cpu", (dtype, device)
-        size, features = shape.hidden_size, shape.features.size
-        layer.gate_up.weight = unread_parameter((2 * features, size), shape.gate_up_pieces())
-        layer.down.weight = unread_parameter((size, features), shape.down_pieces())
-        create_expert_biases(layer, shape, dtype, device)
+        create_unread_experts(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
-        for part, per_slot in ((layer.gate_up, 2), (layer.down, 1)):
-            parameter = part.weight
-            parts = [
-                (Piece(piece.shares[1:]), parameter.sources[number])  # without the slot
-                for number, piece in enumerate(parameter.pieces)
-            ]
-            weights = [
-                _matrix(parameter.full_shape, parts[first : first + per_slot])
-                for first in range(0, len(parts), per_slot)
-            ]
+        for part in (layer.gate_up, layer.down):
+            parameter: UnreadParameter = part.weight
             del part.weight
+            weights = []
+            for numbers in parameter.numbers_by_slot(layer.num_slots):
+                pieces = [Piece(parameter.pieces[n].shares[1:]) for n in numbers]  # without slots
+                sources = [parameter.sources[n] for n in numbers]
+                weights.append(
+                    _matrix(parameter.full_shape, list(zip(pieces, sources, strict=True)))
+                )
             part.weight = [w if isinstance(w, PackedWeight) else packed(w) for w in weights]
 
     def apply(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
-from penstock.types.model_spec import CodesSpec, Fp8Spec, QuantSpec
+from penstock.types.model_spec import CodesSpec, EightBitSpec, QuantSpec
 
 FP8_CACHE = "float8_e4m3fn"
 _BLOCK = [128, 128]
@@ -101,8 +101,8 @@ def _modelopt(raw: Mapping[str, Any]) -> QuantSpec:
     formats = {
         None: None,
         "NO_QUANT": None,
-        "FP8": Fp8Spec(weights="tensor", inputs="static"),
-        "FP8_PER_CHANNEL_PER_TOKEN": Fp8Spec(weights="channel", inputs="row"),
+        "FP8": EightBitSpec(weights="tensor", inputs="static"),
+        "FP8_PER_CHANNEL_PER_TOKEN": EightBitSpec(weights="channel", inputs="row"),
     }
     if algorithm not in formats:
         raise _refusal(str(algorithm))
@@ -119,11 +119,11 @@ def _fp8(raw: Mapping[str, Any]) -> QuantSpec:
     activations, block = raw.get("activation_scheme", "dynamic"), raw.get("weight_block_size")
     match activations, block:
         case "static", None:
-            chosen = Fp8Spec(weights="tensor", inputs="static")
+            chosen = EightBitSpec(weights="tensor", inputs="static")
         case "dynamic", None:
-            chosen = Fp8Spec(weights="tensor", inputs="row")
+            chosen = EightBitSpec(weights="tensor", inputs="row")
         case "dynamic", list() if block == _BLOCK:
-            chosen = Fp8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")
+            chosen = EightBitSpec(weights="block", inputs="group", scale_name="weight_scale_inv")
         case _:
             raise _refusal(f"fp8, activation_scheme {activations}, weight_block_size {block}")
     return QuantSpec(
@@ -151,15 +151,15 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantSpec:
     how = (weights.get("strategy"), inputs.get("strategy"), bool(inputs.get("dynamic")))
     match how:
         case ("tensor" | "channel") as strategy, "tensor", False:
-            chosen = Fp8Spec(weights=strategy, inputs="static", numbers=numbers)
+            chosen = EightBitSpec(weights=strategy, inputs="static", numbers=numbers)
         case ("tensor" | "channel") as strategy, "token", True:
-            chosen = Fp8Spec(weights=strategy, inputs="row", numbers=numbers)
+            chosen = EightBitSpec(weights=strategy, inputs="row", numbers=numbers)
         case "block", "group", True if (
             numbers == "e4m3"
             and weights.get("block_structure") == _BLOCK
             and inputs.get("group_size") == _BLOCK[1]
         ):
-            chosen = Fp8Spec(weights="block", inputs="group")
+            chosen = EightBitSpec(weights="block", inputs="group")
         case _:
             raise _refusal(
                 f"compressed-tensors, weights by {how[0]}, activations by {how[1]}, "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.kernels.formats import Activation, InputFormat
 from penstock.kernels.gemm.few import MAX_TOKENS
 from penstock.kernels.moe import ExpertWeights, experts
-from penstock.parallel.parameter import new_parameter
+from penstock.parallel.parameter import new_parameter, unread_parameter
 from penstock.parallel.shard import Piece, Share, Span, stack_shares, whole
 
 
@@ -81,14 +81,19 @@ class TableScheme(LinearScheme, Protocol):
 class ExpertsShape:
     """Matrices [2 * features, hidden] and [hidden, features] of this rank for each slot."""
 
-    num_slots: int
+    num_experts: int  # of all ranks
+    experts: Span  # those of this one: the first lies in slot 0
     hidden_size: int
     num_features: int  # of all ranks
     features: Span  # of this one
     has_bias: bool
 
+    @property
+    def num_slots(self) -> int:
+        return self.experts.size
+
     def gate_up_pieces(self) -> tuple[Piece, ...]:
-        """Gate and up of the first slot, of the second, ..."""
+        """Gate and up of the first expert, of the second, ...; empty where it is elsewhere."""
         shares = stack_shares([(self.num_features, self.features)] * 2)
         hidden = whole(self.hidden_size)
         return tuple(Piece((at, share, hidden)) for at in self._slots() for share in shares)
@@ -99,10 +104,13 @@ class ExpertsShape:
         return tuple(Piece((at, hidden, features)) for at in self._slots())
 
     def _slots(self) -> list[Share]:
-        one = Span(0, 1)
-        return [
-            Share(full_size=1, source=one, target=Span(slot, 1)) for slot in range(self.num_slots)
+        elsewhere = Share(full_size=1, source=Span(0, 0), target=Span(0, 0))
+        here = [
+            Share(full_size=1, source=Span(0, 1), target=Span(slot, 1))
+            for slot in range(self.num_slots)
         ]
+        num_after = self.num_experts - self.experts.stop
+        return [elsewhere] * self.experts.start + here + [elsewhere] * num_after
 
 
 class ExpertsScheme(Protocol):
@@ -128,6 +136,23 @@ class ExpertsScheme(Protocol):
     ) -> Tensor:
         """The weighted sum of each token's experts; `add_bias` is about the last product's."""
         ...
+
+
+def create_unread(layer: Any, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
+    """A weight that `finish` reads from its file, and the bias."""
+    size = (shape.num_outputs, shape.num_inputs)
+    layer.weight = unread_parameter(size, matrix_pieces(shape))
+    create_bias(layer, shape, dtype, device)
+
+
+def create_unread_experts(
+    layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The same of `layer.gate_up` and `layer.down`."""
+    size, features = shape.hidden_size, shape.features.size
+    layer.gate_up.weight = unread_parameter((2 * features, size), shape.gate_up_pieces())
+    layer.down.weight = unread_parameter((size, features), shape.down_pieces())
+    create_expert_biases(layer, shape, dtype, device)
 
 
 def create_expert_biases(

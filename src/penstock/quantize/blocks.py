@@ -3,7 +3,7 @@
 Legend: O outputs, I inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,11 @@ from penstock.layers.decoder import DecoderBlock
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import Experts
+from penstock.quant.parse import any_excluded
 from penstock.quantize import search
 from penstock.quantize.calibrate import Inputs
-from penstock.quantize.formats import Format, Quantized, nearest, pack_gptq
+from penstock.quantize.formats import Format, Quantized, grid_of
+from penstock.types.model_spec import QuantSpec
 from penstock.weights.mapping import Rules, Target
 
 Read = Callable[[str], Tensor]  # a checkpoint's tensor by its name, in fp32
@@ -37,6 +39,12 @@ class Made:
 class Way:
     format: Format
     group: int
+    exclude: tuple[str, ...]  # words of the names of modules that stay as they are
+
+    def leaves(self, sources: Sequence[str]) -> bool:
+        """Parts of a layer that are multiplied as one are left together."""
+        names = [source.removesuffix(".weight") for source in sources]
+        return any_excluded(QuantSpec(format=None, excluded=self.exclude), names)
 
 
 def quantize_block(
@@ -49,7 +57,11 @@ def quantize_block(
         parts = range(num_parts)
         return [rules.source(Target(f"{prefix}.{layer}.weight", part)) for part in parts]
 
-    linears = {name: m for name, m in block.named_modules() if isinstance(m, Linear)}
+    linears = {
+        name: layer
+        for name, layer in block.named_modules()
+        if isinstance(layer, Linear) and not way.leaves(names(name, len(layer.shape.outputs)))
+    }
     weights = {
         name: [read(source) for source in names(name, len(layer.shape.outputs))]
         for name, layer in linears.items()
@@ -74,9 +86,10 @@ def quantize_block(
     for name, experts in block.named_modules():
         if isinstance(experts, Experts):
             for part, per_slot in (("gate_up", 2), ("down", 1)):
-                for source in names(f"{name}.{part}", per_slot * experts.num_slots):
+                sources = names(f"{name}.{part}", per_slot * experts.num_slots)
+                for source in () if way.leaves(sources) else sources:
                     weight_OI = read(source)
-                    found = nearest(weight_OI, way.format, way.group)
+                    found = grid_of(weight_OI, way.format, way.group).packed(weight_OI)
                     _keep(made, source, found)
                     lost = (weight_OI - found.values_OI).norm() / weight_OI.norm()
                     made.errors[source] = float(lost)
@@ -94,36 +107,33 @@ def _keep(made: Made, source: str, found: Quantized) -> None:
 
 
 def _quantized(scaled_OI: Tensor, inputs: Inputs, columns_I: Tensor, way: Way) -> Quantized:
-    if way.format != "gptq":
-        return nearest(scaled_OI, way.format, way.group)
     moments_II = inputs.moments_II / columns_I / columns_I[:, None]
-    return pack_gptq(*search.gptq_codes(scaled_OI, moments_II, way.group))
+    grid = grid_of(scaled_OI, way.format, way.group, moments_II.diagonal())
+    return search.compensated(scaled_OI, moments_II, grid)
 
 
 def _moved_scales(
     block: DecoderBlock, weights: dict[str, list[Tensor]], inputs: dict[str, Inputs], way: Way
 ) -> dict[str, Tensor]:
     """What columns of a layer are multiplied with, and what makes its inputs is divided by."""
-    movable = []
-    if isinstance(block.attention, Attention):
-        movable.append("attention.qkv_proj")
-    if isinstance(block.mlp, GatedMLP):
-        movable.append("mlp.gate_up_proj")
-    if way.format == "int8_sq":
-        return {
-            name: search.smoothing_scales(torch.cat(weights[name]), inputs[name].largest_I)
-            for name in movable
-        }
-    if way.format != "awq":
+    if way.format not in ("awq", "int8_sq"):
         return {}
-    if isinstance(block.mlp, GatedMLP) and block.mlp.gate_up_proj.bias is None:
-        movable.append("mlp.down_proj")  # the up projection makes its inputs
-    return {
-        name: search.awq_scales(
-            torch.cat(weights[name]), inputs[name].moments_II, inputs[name].mean_I, way.group
+    movable = []
+    if isinstance(block.attention, Attention) and "attention.qkv_proj" in weights:
+        movable.append("attention.qkv_proj")
+    if isinstance(block.mlp, GatedMLP) and "mlp.gate_up_proj" in weights:
+        movable.append("mlp.gate_up_proj")
+        if block.mlp.gate_up_proj.bias is None and "mlp.down_proj" in weights:
+            movable.append("mlp.down_proj")  # the up projection makes its inputs
+    found = {}
+    for name in movable:
+        weights_OI, known = torch.cat(weights[name]), inputs[name]
+        found[name] = (
+            search.smoothing_scales(weights_OI, known.largest_I)
+            if way.format == "int8_sq"
+            else search.awq_scales(weights_OI, known.moments_II, known.mean_I, way.group)
         )
-        for name in movable
-    }
+    return found
 
 
 def _row_scales(

@@ -1,14 +1,16 @@
 """One matrix in the public layout of each format: its tensors, and the numbers they stand for.
 
 `fp8`, `int8_sq`, `nvfp4` and `mxfp4` are written as compressed-tensors does, `awq` as AutoAWQ
-(gemm), `gptq` as GPTQ's first version. Which numbers a matrix becomes beyond the nearest ones is
-decided elsewhere (`search.py`); here they are packed.
+(gemm), `gptq` as GPTQ's first version. A `Grid` is what numbers a matrix may have, once its scales
+are found; which of them a weight becomes, other than the nearest, is decided elsewhere
+(`search.py`).
 
 Legend: O outputs, I inputs, G groups of inputs.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +22,9 @@ from penstock.kernels.moe import MXFP4_GROUP
 
 Format = Literal["fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq"]
 FORMATS: tuple[Format, ...] = ("fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq")
-GROUPS = (128, 64, 32)  # of awq and gptq, the first that divides every layer's inputs
+GROUPS = (128, 32)  # of awq and gptq, the first that divides every layer's inputs
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each place in a word
+_PARTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range that codes may cover
 _TINY = 1e-12
 _LARGEST_FP4 = FP4_VALUES[-1]
 
@@ -32,118 +35,204 @@ class Quantized:
     values_OI: Tensor  # fp32
 
 
-def nearest(weight_OI: Tensor, format: Format, group: int) -> Quantized:
-    """Every weight becomes the nearest number that the format has for it."""
+class Grid(Protocol):
+    def column(self, w_O1: Tensor, number: int) -> Tensor:
+        """The nearest numbers for what shall be column `number`."""
+        ...
+
+    def packed(self, weight_OI: Tensor) -> Quantized:
+        """The nearest numbers for a whole matrix."""
+        ...
+
+
+def grid_of(weight_OI: Tensor, format: Format, group: int, square_I: Tensor | None = None) -> Grid:
+    """`square_I` is the mean square of each input; None: all are alike. A group has the scale with
+    which its outputs lose least."""
+    if square_I is None:
+        square_I = weight_OI.new_ones(weight_OI.shape[1])
     match format:
-        case "fp8":
-            return _by_output(weight_OI, LARGEST, torch.float8_e4m3fn)
-        case "int8_sq":
-            return _by_output(weight_OI, LARGEST_INT8, torch.int8)
+        case "fp8" | "int8_sq":
+            return _by_output(weight_OI, is_float=format == "fp8")
         case "nvfp4":
-            return _nvfp4(weight_OI)
+            return _nvfp4(weight_OI, square_I)
         case "mxfp4":
-            return _mxfp4(weight_OI)
+            return _mxfp4(weight_OI, square_I)
         case "awq":
-            return pack_awq(*asymmetric(weight_OI, group))
+            return _asymmetric(weight_OI, square_I, group)
         case "gptq":
-            scales_OG = symmetric_scales(weight_OI.unflatten(1, (-1, group)))
-            return pack_gptq(symmetric_codes(weight_OI, scales_OG), scales_OG)
+            return _symmetric(weight_OI, square_I, group)
 
 
-def _by_output(weight_OI: Tensor, largest: float, dtype: torch.dtype) -> Quantized:
-    scale_O1 = weight_OI.abs().amax(1, keepdim=True).clamp(min=_TINY) / largest
-    scaled_OI = weight_OI / scale_O1
-    if dtype == torch.int8:
-        scaled_OI = scaled_OI.round()
-    values_OI = scaled_OI.to(dtype)
-    tensors = {"weight": values_OI, "weight_scale": scale_O1}
-    return Quantized(tensors, values_OI.float() * scale_O1)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """Numbers of 8 bits with a scale for each output."""
+
+    scale_O1: Tensor
+    is_float: bool
+
+    def column(self, w_O1: Tensor, number: int) -> Tensor:
+        return self._stored(w_O1).float() * self.scale_O1
+
+    def packed(self, weight_OI: Tensor) -> Quantized:
+        stored_OI = self._stored(weight_OI)
+        tensors = {"weight": stored_OI, "weight_scale": self.scale_O1}
+        return Quantized(tensors, stored_OI.float() * self.scale_O1)
+
+    def _stored(self, weight_OI: Tensor) -> Tensor:
+        scaled_OI = weight_OI / self.scale_O1
+        if self.is_float:
+            return scaled_OI.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return scaled_OI.round().clamp(-LARGEST_INT8, LARGEST_INT8).to(torch.int8)
 
 
-def _nvfp4(weight_OI: Tensor) -> Quantized:
+def _by_output(weight_OI: Tensor, is_float: bool) -> _Output:
+    largest = LARGEST if is_float else LARGEST_INT8
+    return _Output(weight_OI.abs().amax(1, keepdim=True).clamp(min=_TINY) / largest, is_float)
+
+
+def _nvfp4(weight_OI: Tensor, square_I: Tensor) -> "_Floats":
     outer = LARGEST * _LARGEST_FP4 / weight_OI.abs().amax().clamp(min=_TINY)  # a divisor
-    groups_OGI = weight_OI.unflatten(1, (-1, FP4_GROUP))
-    scales_OG = (groups_OGI.abs().amax(-1) / _LARGEST_FP4 * outer).to(torch.float8_e4m3fn)
-    bytes_OB, values_OGI = _fp4(groups_OGI, scales_OG.float() / outer)
-    tensors = {
-        "weight_packed": bytes_OB,
-        "weight_scale": scales_OG,
-        "weight_global_scale": outer.view(1),
-    }
-    return Quantized(tensors, values_OGI.flatten(1))
+    largest_OG = weight_OI.unflatten(1, (-1, FP4_GROUP)).abs().amax(-1)
+    inner_OG = largest_OG / _LARGEST_FP4 * outer
+    ways = (((inner_OG * part).to(torch.float8_e4m3fn).float() / outer,) for part in _PARTS)
+    (scales_OG,) = _best(weight_OI, square_I, ways, _fp4_values)
+    stored_OG = (scales_OG * outer).to(torch.float8_e4m3fn)
+    tensors = {"weight_scale": stored_OG, "weight_global_scale": outer.view(1)}
+    return _Floats(stored_OG.float() / outer, FP4_GROUP, tensors)
 
 
-def _mxfp4(weight_OI: Tensor) -> Quantized:
-    """Of the two powers of two that the largest weight of a group asks for, the one that loses
-    less: with the smaller one it may be cut."""
-    groups_OGI = weight_OI.unflatten(1, (-1, MXFP4_GROUP))
-    smaller_OG = groups_OGI.abs().amax(-1).clamp(min=_TINY).log2().floor() - 2
-    lost = [
-        (_fp4(groups_OGI, powers_OG.exp2())[1] - groups_OGI).square().sum(-1)
-        for powers_OG in (smaller_OG, smaller_OG + 1)
-    ]
-    powers_OG = (smaller_OG + (lost[1] < lost[0])).clamp(min=-127)
-    bytes_OB, values_OGI = _fp4(groups_OGI, powers_OG.exp2())
-    tensors = {"weight_packed": bytes_OB, "weight_scale": (powers_OG + 127).to(torch.uint8)}
-    return Quantized(tensors, values_OGI.flatten(1))
+def _mxfp4(weight_OI: Tensor, square_I: Tensor) -> "_Floats":
+    """Of the two powers of two that a group's largest weight asks for the smaller one cuts it."""
+    largest_OG = weight_OI.unflatten(1, (-1, MXFP4_GROUP)).abs().amax(-1)
+    power_OG = (largest_OG.clamp(min=_TINY).log2().floor() - 2).clamp(min=-127)
+    ways = ((power_OG.exp2(),), ((power_OG + 1).exp2(),))
+    (scales_OG,) = _best(weight_OI, square_I, ways, _fp4_values)
+    stored_OG = (scales_OG.log2().round() + 127).to(torch.uint8)
+    return _Floats(scales_OG, MXFP4_GROUP, {"weight_scale": stored_OG})
 
 
-def _fp4(groups_OGI: Tensor, scales_OG: Tensor) -> tuple[Tensor, Tensor]:
-    """(bytes of two codes, numbers): the nearest with these scales."""
-    scaled_OGI = groups_OGI / scales_OG.clamp(min=_TINY).unsqueeze(-1)
-    numbers = torch.tensor(FP4_VALUES, device=groups_OGI.device)
-    codes_OGI = torch.bucketize(scaled_OGI.abs(), (numbers[1:] + numbers[:-1]) / 2)
-    values_OGI = numbers[codes_OGI] * scaled_OGI.sign() * scales_OG.unsqueeze(-1)
-    codes_OI = (codes_OGI + 8 * (scaled_OGI < 0)).flatten(1).to(torch.uint8)
-    return codes_OI[:, ::2] | codes_OI[:, 1::2] << 4, values_OGI
+@dataclass(frozen=True, slots=True, eq=False)
+class _Floats:
+    """4-bit floats with scales of groups. `tensors`: how these are stored."""
+
+    scales_OG: Tensor  # fp32
+    group: int
+    tensors: dict[str, Tensor]
+
+    def column(self, w_O1: Tensor, number: int) -> Tensor:
+        at = number // self.group
+        return _fp4_values(w_O1, self.scales_OG[:, at : at + 1])
+
+    def packed(self, weight_OI: Tensor) -> Quantized:
+        codes_OI = _fp4(weight_OI, self.scales_OG)
+        packed = codes_OI[:, ::2] | codes_OI[:, 1::2] << 4
+        values_OI = _fp4_values(weight_OI, self.scales_OG)
+        return Quantized({"weight_packed": packed} | self.tensors, values_OI)
 
 
-def asymmetric(weight_OI: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [O, I], scales [O, G] in half precision, zero points [O, G]): 0 to 15."""
-    groups_OGI = weight_OI.unflatten(1, (-1, group))
-    low_OG = groups_OGI.amin(-1).clamp(max=0)
-    high_OG = groups_OGI.amax(-1).clamp(min=0)
-    scales_OG = ((high_OG - low_OG) / 15).clamp(min=1e-5).half()
-    zeros_OG = (-low_OG / scales_OG.float()).round().clamp(0, 15)
-    codes = groups_OGI / scales_OG.float().unsqueeze(-1) + zeros_OG.unsqueeze(-1)
-    return codes.round().clamp(0, 15).flatten(1), scales_OG, zeros_OG
-
-
-def pack_awq(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> Quantized:
-    tensors = {
-        "qweight": _words(codes_OI.t(), _AWQ_ORDER),
-        "qzeros": _words(zeros_OG.t(), _AWQ_ORDER),
-        "scales": scales_OG.t(),
-    }
-    return Quantized(tensors, _values(codes_OI, scales_OG, zeros_OG))
-
-
-def symmetric_scales(groups_OGI: Tensor) -> Tensor:
-    """Of codes 0 to 15 around 8."""
-    return (groups_OGI.abs().amax(-1) / 7.5).clamp(min=1e-5).half()
-
-
-def symmetric_codes(weight_OI: Tensor, scales_OG: Tensor) -> Tensor:
+def _fp4(weight_OI: Tensor, scales_OG: Tensor) -> Tensor:
+    """Codes of the nearest numbers: three bits of the size, one of the sign."""
     groups_OGI = weight_OI.unflatten(1, (scales_OG.shape[1], -1))
-    codes = (groups_OGI / scales_OG.float().unsqueeze(-1)).round() + 8
-    return codes.clamp(0, 15).flatten(1)
+    scaled_OGI = groups_OGI / scales_OG.clamp(min=_TINY).unsqueeze(-1)
+    sizes = torch.tensor(FP4_VALUES, device=weight_OI.device)
+    codes_OGI = torch.bucketize(scaled_OGI.abs(), (sizes[1:] + sizes[:-1]) / 2)
+    return (codes_OGI + 8 * (scaled_OGI < 0)).flatten(1).to(torch.uint8)
 
 
-def pack_gptq(codes_OI: Tensor, scales_OG: Tensor) -> Quantized:
-    zeros_OG = torch.full_like(scales_OG, 8, dtype=torch.float32)
-    group = codes_OI.shape[1] // scales_OG.shape[1]
-    tensors = {
-        "qweight": _words(codes_OI).t(),
-        "qzeros": _words(zeros_OG.t() - 1),  # this layout stores one less
-        "scales": scales_OG.t(),
-        "g_idx": (torch.arange(codes_OI.shape[1]) // group).int(),
-    }
-    return Quantized(tensors, _values(codes_OI, scales_OG, zeros_OG))
+def _fp4_values(weight_OI: Tensor, scales_OG: Tensor) -> Tensor:
+    codes_OI = _fp4(weight_OI, scales_OG)
+    sizes = torch.tensor(FP4_VALUES, device=weight_OI.device)
+    values_OI = sizes[(codes_OI & 7).long()] * torch.where(codes_OI < 8, 1.0, -1.0)
+    return (values_OI.unflatten(1, (scales_OG.shape[1], -1)) * scales_OG.unsqueeze(-1)).flatten(1)
 
 
-def _values(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
-    groups_OGI = codes_OI.unflatten(1, (scales_OG.shape[1], -1)).float()
-    return ((groups_OGI - zeros_OG.unsqueeze(-1)) * scales_OG.float().unsqueeze(-1)).flatten(1)
+def _asymmetric(weight_OI: Tensor, square_I: Tensor, group: int) -> "_Codes":
+    ways = (_covering(weight_OI, group, part) for part in _PARTS)
+    scales_OG, zeros_OG = _best(weight_OI, square_I, ways, _code_values)
+    return _Codes(scales_OG, zeros_OG, group, is_awq=True)
+
+
+def whole_range(weight_OI: Tensor, group: int) -> Grid:
+    """Of `awq`, whose largest weights are never cut: quickly found, for a search."""
+    return _Codes(*_covering(weight_OI, group, 1.0), group, is_awq=True)
+
+
+def _covering(weight_OI: Tensor, group: int, part: float) -> tuple[Tensor, Tensor]:
+    """(scales, zero points) of codes that cover so much of each group's range."""
+    groups_OGI = weight_OI.unflatten(1, (-1, group))
+    low_OG = groups_OGI.amin(-1).clamp(max=0) * part
+    high_OG = groups_OGI.amax(-1).clamp(min=0) * part
+    scales_OG = ((high_OG - low_OG) / 15).clamp(min=1e-5).half()
+    return scales_OG, (-low_OG / scales_OG.float()).round().clamp(0, 15)
+
+
+def _symmetric(weight_OI: Tensor, square_I: Tensor, group: int) -> "_Codes":
+    largest_OG = weight_OI.unflatten(1, (-1, group)).abs().amax(-1)
+    middle_OG = torch.full_like(largest_OG, 8)
+    ways = (((largest_OG * (part / 7)).clamp(min=1e-5).half(), middle_OG) for part in _PARTS)
+    scales_OG, zeros_OG = _best(weight_OI, square_I, ways, _code_values)
+    return _Codes(scales_OG, zeros_OG, group, is_awq=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Codes:
+    """(0 to 15, less a zero point) times a scale of the group."""
+
+    scales_OG: Tensor  # fp16
+    zeros_OG: Tensor
+    group: int
+    is_awq: bool  # else as GPTQ stores them
+
+    def column(self, w_O1: Tensor, number: int) -> Tensor:
+        at = slice(number // self.group, number // self.group + 1)
+        return _code_values(w_O1, self.scales_OG[:, at], self.zeros_OG[:, at])
+
+    def packed(self, weight_OI: Tensor) -> Quantized:
+        codes_OI = _codes(weight_OI, self.scales_OG, self.zeros_OG)
+        if self.is_awq:
+            tensors = {
+                "qweight": _words(codes_OI.t(), _AWQ_ORDER),
+                "qzeros": _words(self.zeros_OG.t(), _AWQ_ORDER),
+            }
+        else:
+            tensors = {
+                "qweight": _words(codes_OI).t(),
+                "qzeros": _words(self.zeros_OG.t() - 1),  # this layout stores one less
+                "g_idx": (torch.arange(weight_OI.shape[1]) // self.group).int(),
+            }
+        values_OI = _code_values(weight_OI, self.scales_OG, self.zeros_OG)
+        return Quantized(tensors | {"scales": self.scales_OG.t()}, values_OI)
+
+
+def _codes(weight_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
+    groups_OGI = weight_OI.unflatten(1, (scales_OG.shape[1], -1))
+    codes_OGI = groups_OGI / scales_OG.float().unsqueeze(-1) + zeros_OG.unsqueeze(-1)
+    return codes_OGI.round().clamp(0, 15).flatten(1)
+
+
+def _code_values(weight_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
+    codes_OI = _codes(weight_OI, scales_OG, zeros_OG)
+    groups_OGI = codes_OI.unflatten(1, (scales_OG.shape[1], -1)) - zeros_OG.unsqueeze(-1)
+    return (groups_OGI * scales_OG.float().unsqueeze(-1)).flatten(1)
+
+
+def _best(
+    weight_OI: Tensor,
+    square_I: Tensor,
+    ways: Iterable[tuple[Tensor, ...]],
+    values: Callable[..., Tensor],
+) -> tuple[Tensor, ...]:
+    """Of each group the scale (and zero point) with which its outputs lose least."""
+    found: tuple[Tensor, ...] = ()
+    for way in ways:
+        lost_OI = (values(weight_OI, *way) - weight_OI).square() * square_I
+        lost_OG = lost_OI.unflatten(1, (way[0].shape[1], -1)).sum(-1)
+        new = (*way, lost_OG)
+        if found:
+            is_less_OG = lost_OG < found[-1]
+            new = tuple(torch.where(is_less_OG, a, b) for a, b in zip(new, found, strict=True))
+        found = new
+    return found[:-1]
 
 
 def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:

@@ -1,4 +1,4 @@
-"""Finds better numbers than the nearest: GPTQ's order of rounding, AWQ's and SmoothQuant's scales.
+"""Finds better numbers than the nearest: GPTQ's way of rounding, AWQ's and SmoothQuant's scales.
 
 All three know the inputs of a layer by their second moments H = X^T X, and AWQ and SmoothQuant by
 the mean or the largest size of each input.
@@ -9,7 +9,7 @@ Legend: O outputs, I inputs, G groups of inputs.
 import torch
 from torch import Tensor
 
-from penstock.quantize.formats import asymmetric, pack_awq, symmetric_scales
+from penstock.quantize.formats import Grid, Quantized, whole_range
 
 _DAMPING = 0.01  # of the mean of H's diagonal, added to it
 _COLUMNS = 128  # rounded before the rest of the matrix hears of it
@@ -26,35 +26,30 @@ def error(weight_OI: Tensor, rounded_OI: Tensor, moments_II: Tensor) -> float:
     return float((lost / whole).sqrt())
 
 
-def gptq_codes(weight_OI: Tensor, moments_II: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(codes [O, I], scales [O, G]): columns are rounded one after the other, and those behind make
-    up for what a column lost."""
-    weight_OI = weight_OI.clone()
+def compensated(weight_OI: Tensor, moments_II: Tensor, grid: Grid) -> Quantized:
+    """GPTQ: columns are rounded one after the other, those of the largest inputs first, and the
+    others make up for what a column lost."""
+    order_I = moments_II.diagonal().argsort(descending=True)
+    weight_OI, moments_II = weight_OI[:, order_I], moments_II[order_I][:, order_I]
     num_inputs = weight_OI.shape[1]
-    moments_II = moments_II.clone()
     diagonal_I = moments_II.diagonal()
     weight_OI[:, diagonal_I == 0] = 0  # never an input
     diagonal_I[diagonal_I == 0] = 1.0
     diagonal_I += _DAMPING * diagonal_I.mean()
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(moments_II))
     upper_II = torch.linalg.cholesky(inverse_II, upper=True)
-    codes_OI = torch.empty_like(weight_OI)
-    scales = []
+    found_OI = torch.empty_like(weight_OI)
     for first in range(0, num_inputs, _COLUMNS):
         last = min(first + _COLUMNS, num_inputs)
         lost_OC = torch.empty_like(weight_OI[:, first:last])
         for column in range(first, last):
-            if column % group == 0:
-                scale_O = symmetric_scales(weight_OI[:, None, column : column + group]).squeeze(1)
-                scales.append(scale_O)
-            w_O = weight_OI[:, column]
-            code_O = ((w_O / scale_O.float()).round() + 8).clamp(0, 15)
-            codes_OI[:, column] = code_O
-            lost_O = (w_O - (code_O - 8) * scale_O.float()) / upper_II[column, column]
-            weight_OI[:, column:last] -= lost_O[:, None] * upper_II[None, column, column:last]
-            lost_OC[:, column - first] = lost_O
+            w_O1, number = weight_OI[:, column : column + 1], int(order_I[column])
+            found_OI[:, number] = w_O1[:, 0]
+            lost_O1 = (w_O1 - grid.column(w_O1, number)) / upper_II[column, column]
+            weight_OI[:, column:last] -= lost_O1 * upper_II[None, column, column:last]
+            lost_OC[:, column - first] = lost_O1[:, 0]
         weight_OI[:, last:] -= lost_OC @ upper_II[first:last, last:]
-    return codes_OI, torch.stack(scales, dim=1)
+    return grid.packed(found_OI)
 
 
 def awq_scales(weights_OI: Tensor, moments_II: Tensor, mean_I: Tensor, group: int) -> Tensor:
@@ -64,7 +59,8 @@ def awq_scales(weights_OI: Tensor, moments_II: Tensor, mean_I: Tensor, group: in
     for step in range(_STEPS):
         scales_I = mean_I.clamp(min=_SMALLEST).pow(step / _STEPS)
         scales_I = scales_I / (scales_I.amax() * scales_I.amin()).sqrt()
-        rounded = pack_awq(*asymmetric(weights_OI * scales_I, group)).values_OI / scales_I
+        scaled_OI = weights_OI * scales_I
+        rounded = whole_range(scaled_OI, group).packed(scaled_OI).values_OI / scales_I
         if (found := error(weights_OI, rounded, moments_II)) < least:
             best_I, least = scales_I, found
     return best_I

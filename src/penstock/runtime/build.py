@@ -38,6 +38,11 @@ from penstock.types.step import BlockGrowth, LateInputs, RowJoin, StepPlan
 from penstock.weights.load import dummy_weights, load_weights
 
 _log = log.get(__name__)
+_WAYS_TO_SAMPLE = [  # with a penalty it is from an fp32 copy of the logits
+    SamplingParams(temperature=temperature, top_p=top_p, presence_penalty=penalty)
+    for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9))
+    for penalty in (0.0, 0.1)
+]
 
 
 class Timeline:
@@ -102,7 +107,11 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
             config.quantization,
         )
         cache_dtype = getattr(torch, config.kv_dtype)
-        experts = ExpertsBuild(by_reference=by_reference, max_tokens=config.moe_max_tokens)
+        experts = ExpertsBuild(
+            by_reference=by_reference,
+            max_tokens=config.moe_max_tokens,
+            num_sets=config.ep_size,
+        )
         model = build_model(spec, mesh, dtype, device, backend, schemes, cache_dtype, experts)
     with timeline.phase("load weights"), torch.inference_mode():
         if is_dummy:
@@ -182,6 +191,29 @@ def _largest_step(config: RunConfig) -> StepPlan:
     )  # fmt: skip
 
 
+@torch.inference_mode()
+def rehearse_sampling(loaded: LoadedRank, config: RunConfig, spec: ModelSpec) -> None:
+    """Each way to a token once: its kernels are compiled before somebody waits for them."""
+    device, dtype = loaded.device, getattr(torch, config.dtype)
+    logits_LV = loaded.model.logits(torch.zeros(2, spec.hidden_size, dtype=dtype, device=device))
+    if not loaded.mesh.is_sampling_rank:
+        return
+    sampler = Sampler(2, spec.vocab_size, device, seed=0)
+    rows = np.arange(2, dtype=np.int32)
+    rows_L = torch.arange(2, device=device)
+    for sampling in _WAYS_TO_SAMPLE:
+        sampler.join(
+            [
+                RowJoin(
+                    request_id=0, rank=0, row=int(row), token_ids=np.zeros(1, np.int32),
+                    num_cached=0, num_prompt=1, sampling=sampling, stop_ids=(),
+                )
+                for row in rows
+            ]
+        )  # fmt: skip
+        sampler.sample(logits_LV, rows, rows_L, rows_L.int())
+
+
 def _wire(
     config: RunConfig,
     spec: ModelSpec,
@@ -211,6 +243,9 @@ def finish_rank(
             config, spec, loaded.model, loaded.groups, loaded.mesh, loaded.device,
             cache.num_blocks,
         )  # fmt: skip
+    if loaded.device.type == "cuda":
+        with timeline.phase("rehearse sampling"):
+            rehearse_sampling(loaded, config, spec)
     if loaded.device.type == "cpu" and config.tp_size == 1:
         runner.use_tapes(longest_sequence(config, cache))
     if not config.graph_batch_sizes:

@@ -104,7 +104,7 @@ class Generations:
         """Count it; whether it was the last of all."""
         clock = self._clocks[prompt][delta.index]
         now = time.monotonic()
-        num_new = len(delta.token_ids)
+        num_new = delta.num_tokens
         if num_new:
             if not clock.num_tokens:
                 clock.first = now
@@ -165,7 +165,9 @@ def _joined(parts: Sequence[TextDelta]) -> TextDelta:
         reasoning="".join(part.reasoning for part in parts),
         tool_calls=tuple(chain.from_iterable(part.tool_calls for part in parts)),
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        num_tokens=sum(part.num_tokens for part in parts),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        stop_logprob=last.stop_logprob,
         prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
         finish=last.finish,
         stop_reason=last.stop_reason,

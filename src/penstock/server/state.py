@@ -1,5 +1,6 @@
 """What every endpoint needs: handed to `build_app` once, read from `request.app.state`."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class ServerState:
     metrics: Metrics
     names: TokenNames
     choices: Sequence[Choice] = ()
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # to begin with a request
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -5,6 +5,7 @@ that cuts text into words (`tokenizer.ggml.pre`) instead of writing it down; the
 Knows nothing of requests and templates; reading the container is `hub/gguf.py`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -146,6 +147,26 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
         tuple(vocabulary.named[field] for field in _EXTRA_EOS if field in vocabulary.named),
         _chat_templates(fields.metadata),
     )
+
+
+def save_gguf_tokenizer(path: Path, folder: Path) -> None:
+    """The same as files of a folder: tokenizer.json, and tokenizer_config.json with the templates.
+
+    Which further tokens end a text is the model's configuration's to say.
+    """
+    found = read_gguf_tokenizer(path)
+    found.backend.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    templates = found.chat_templates
+    if list(templates) == ["default"]:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+    text = json.dumps(config | found.special_tokens, indent=1, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 class _Fields:

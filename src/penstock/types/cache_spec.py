@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 RESERVED_BLOCKS = 1  # block 0 belongs to nobody: padded device rows write there
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,25 @@ class Plane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullKV:
-    """Keys and values of every token, or of the last `window` ones."""
+    """Keys and values of every token, or of the last `window` ones.
+
+    Whole numbers (int8) have scales beside them: of each token and head, one of the key and one of
+    the value.
+    """
 
     num_kv_heads: int  # on this rank
     head_size: int
-    dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn"
+    dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn", "int8"
     window: int | None = None
 
     def planes(self, block_size: int) -> tuple[Plane, ...]:
-        return (Plane((self.num_kv_heads, block_size, self.head_size), self.dtype),) * 2
+        """Keys, values; of whole numbers also the scales of both."""
+        numbers = Plane((self.num_kv_heads, block_size, self.head_size), self.dtype)
+        scales = Plane((self.num_kv_heads, block_size), "float32")
+        return (numbers, numbers, scales, scales) if self.dtype == "int8" else (numbers, numbers)
 
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        return sum(plane.block_bytes for plane in self.planes(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

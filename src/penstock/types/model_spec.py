@@ -26,7 +26,7 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Spec:
+class EightBitSpec:
     """Matrices of 8 bits a number, and inputs of the same kind to multiply them with."""
 
     weights: str  # a scale per "tensor", "channel" (output) or "block" (128 x 128)
@@ -52,7 +52,7 @@ class QuantSpec:
 
     # "mxfp4": experts of 4-bit floats (e2m1) with a power of two per 32 inputs, and nothing else;
     # None: nothing is so. It crosses to other ranks, so at most one of these is a record.
-    format: Fp8Spec | Literal["mxfp4"] | None
+    format: EightBitSpec | Literal["mxfp4"] | None
     codes: CodesSpec | None = None  # in the place of a format
     excluded: tuple[str, ...] = ()  # patterns of the modules that are not quantised
     cache_dtype: str | None = None  # what it has scales for; None: it says nothing

@@ -58,7 +58,9 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
+    num_tokens: int = 0  # made for it: those, and the stop token, which is not part of the answer
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop_logprob: TokenLogprob | None = None  # of the stop token
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached_tokens: int = 0
     finish: FinishReason | None = None

@@ -36,7 +36,9 @@ class Unstack:
     under: str
     name: str
     parts: tuple[str, ...]
-    is_transposed: bool
+    is_transposed: bool = False
+    takes_turns: bool = True
+    is_usual: bool = True
 
     def member(self, name: str, number: int, part: int) -> str:
         """The name that a part of one number would have in a file of its own."""
@@ -117,7 +119,9 @@ class Rules:
                     number, index = divmod(target.part, len(parts))
                     member = f"{under}.{number}.{parts[index]}"
                     name = _replace(name, f"{under}.{into}", member)
-                case Unstack(under, stacked, parts) if found := _member(name, under, parts):
+                case Unstack(under, stacked, parts, is_usual=True) if found := _member(
+                    name, under, parts
+                ):
                     name = _replace(name, f"{under}.{found[1]}.{found[2]}", f"{under}.{stacked}")
         return name
 
@@ -148,6 +152,12 @@ def unstack(under: str, name: str, parts: tuple[str, ...], *, transposed: bool =
     tensor: its first dimension counts N, its second one rows, of which each part has every
     `len(parts)`-th. All further ones make up a row. Transposed: rows are the last dimension."""
     return Unstack(under, name, parts, transposed)
+
+
+def unstack_some(under: str, name: str, parts: tuple[str, ...]) -> Unstack:
+    """The same of some checkpoints, while most have `under.N.part`; the rows of each part lie
+    behind those of the part before it."""
+    return Unstack(under, name, parts, takes_turns=False, is_usual=False)
 
 
 def skip(suffix: str) -> Skip:
@@ -194,8 +204,10 @@ DECODER_NAMES = rules(
     spare("v_scale"),
 )
 
-# What most checkpoints call the parts of `layers.moe.MoE`.
+# What most checkpoints call the parts of `layers.moe.MoE`; transformers 5 can stack the experts.
 MOE_NAMES = rules(
+    unstack_some("mlp.experts", "gate_up_proj", ("gate_proj.weight", "up_proj.weight")),
+    unstack_some("mlp.experts", "down_proj", ("down_proj.weight",)),
     stack("mlp.experts", "gate_up", ("gate_proj", "up_proj")),
     stack("mlp.experts", "down", ("down_proj",)),
     rename("mlp.gate", "mlp.router"),

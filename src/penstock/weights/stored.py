@@ -58,19 +58,20 @@ def wanted_dtypes(dtype: torch.dtype) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """Rows `first`, `first + step`, ... of matrix `number`."""
+    """Some rows of matrix `number`. No others are read but those in between."""
 
     stack: Slices
     number: int
-    first: int
-    step: int
-    is_transposed: bool
+    rows: range
+    before_rows: tuple[slice, ...]  # dimensions of a matrix, where rows are the last one
 
     def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
-        stored = self.stack[(slice(self.number, self.number + 1),)][0]
-        rows = stored.movedim(-1, 0) if self.is_transposed else stored
-        rows = rows.flatten(1) if rows.dim() > 2 else rows
-        return rows[self.first :: self.step][part]
+        rows = self.rows[part[0]]
+        place = (slice(self.number, self.number + 1), *self.before_rows)
+        stored = self.stack[(*place, slice(rows.start, rows.stop))][0]
+        found = stored.movedim(-1, 0) if self.before_rows else stored
+        found = found.flatten(1) if found.dim() > 2 else found
+        return found[:: rows.step][(slice(None), *part[1:])]
 
 
 def unstacked(tensor: StoredTensor, rule: Unstack) -> Iterator[tuple[str, StoredTensor]]:
@@ -81,16 +82,20 @@ def unstacked(tensor: StoredTensor, rule: Unstack) -> Iterator[tuple[str, Stored
     num_members, *row = tensor.shape
     num_rows = row.pop(-1 if rule.is_transposed else 0)
     columns = (math.prod(row),) if row else ()
-    step = len(rule.parts)
+    before_rows = (slice(None),) * len(row) if rule.is_transposed else ()
+    num_parts = len(rule.parts)
     for number in range(num_members):
-        for first in range(step):
+        for part in range(num_parts):
+            rows = range(part * num_rows // num_parts, (part + 1) * num_rows // num_parts)
+            if rule.takes_turns:
+                rows = range(part, num_rows, num_parts)
             yield (
-                rule.member(tensor.name, number, first),
+                rule.member(tensor.name, number, part),
                 StoredTensor(
                     f"{tensor.name}[{number}]",
-                    (len(range(first, num_rows, step)), *columns),
+                    (len(rows), *columns),
                     tensor.dtype,
-                    tensor.num_bytes // (num_members * step),
-                    _Member(tensor._slices, number, first, step, rule.is_transposed),
+                    tensor.num_bytes // (num_members * num_parts),
+                    _Member(tensor._slices, number, rows, before_rows),
                 ),
             )

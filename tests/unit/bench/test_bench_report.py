@@ -104,11 +104,11 @@ def test_the_page_draws_every_figure_and_loads_nothing(tmp_path):
     text = output.read_text()
     assert not re.search(r"https?://|<script|<link|url\(", text)
     assert "a&lt;b&gt;" in text
-    assert "<td>600.00</td>" in text  # tok/s of b at 4
-    drawn = pictures(text)
+    assert "<td>600.0</td>" in text  # tok/s of b at 4
+    drawn = [one for one in pictures(text) if one.find("s:text", NAMESPACE) is not None]
     titles = [one.find("s:text", NAMESPACE).text for one in drawn]
     assert titles == [
-        *["Output tokens per second"] * 2,
+        *("Against time per token", "Against time to first token"),
         "Time to first token",  # the other distributions have no values
         *("Tokens as they arrived", "Requests under way"),
     ]
@@ -122,8 +122,40 @@ def test_files_without_our_extras_are_drawn_as_far_as_they_go(tmp_path):
     del record["extra"]
     path.write_text(json.dumps(record))
     text = page([read_series(path)])
-    assert "<td>100.00</td>" in text
+    assert "<td>100.0</td>" in text
     assert pictures(text) == []
+
+
+def test_one_load_has_one_colour_and_one_series_one_dash(tmp_path):
+    for name in "ab":
+        for level in (1, 2, 4, 8, 16):
+            write(tmp_path / name / f"{level}.json", 1.0, level)
+    text = page([read_series(tmp_path / name) for name in "ab"])
+    names = re.findall(r"</svg>(\w+, \d+)</span>", text.partition("<h2>Distributions</h2>")[2])
+    assert names[:6] == ["a, 1", "a, 4", "a, 16", "b, 1", "b, 4", "b, 16"]
+    [*_, last] = pictures(text)
+    lines = last.findall(".//s:path[@class='line']", NAMESPACE)
+    colours, dashes = (
+        [line.get(name) for line in lines] for name in ("stroke", "stroke-dasharray")
+    )
+    assert colours[:3] == colours[3:] and len(set(colours)) == 3
+    assert len(set(dashes[:3])) == len(set(dashes[3:])) == 1 and len(set(dashes)) == 2
+
+
+def test_what_lies_before_the_edge_is_drawn_at_it():
+    points = [(0.001, 0.0), (50.0, 5.0), (100.0, 10.0)]
+    line = Line("l", points, "#123", "abc")
+    [picture] = pictures(chart("t", "x", "y", [line], log_x=True, x_from=50.0))
+    xs = [float(dot.get("cx")) for dot in picture.iterfind(".//s:circle", NAMESPACE)]
+    assert xs[0] < xs[1] < xs[2]  # not a wide range: an axis from 0
+    [picture] = pictures(chart("t", "x", "y", [line], log_x=True, x_from=2.0))
+    xs = [float(dot.get("cx")) for dot in picture.iterfind(".//s:circle", NAMESPACE)]
+    [edge] = {
+        re.match(r"M([\d.]+) [\d.]+H", grid.get("d"))[1]
+        for grid in picture.iterfind(".//s:path[@class='grid']", NAMESPACE)
+        if "H" in grid.get("d")
+    }
+    assert xs[0] == float(edge)
 
 
 def test_dots_stand_where_their_values_say():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -105,6 +106,15 @@ def test_a_server_is_stopped_together_with_what_it_started(tmp_path):
     deadline = time.monotonic() + 10  # the kernel ends a killed process when it can
     while _is_running(int(text)):
         assert time.monotonic() < deadline
+
+
+def test_a_server_ends_with_a_benchmark_that_is_told_to_end(tmp_path):
+    log = tmp_path / "log"
+    sleeper = Server("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"], "m", {})
+    with pytest.raises(SystemExit), running(sleeper, log) as process:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert process.returncode is not None
 
 
 def _is_running(pid: int) -> bool:

@@ -170,9 +170,9 @@ def test_without_arguments_the_help_is_shown(capsys, entry):
 
 
 def test_warnings_reach_the_log(served, capsys):
-    assert call(trtllm_serve, "m", "--ep_size", "4", "--backend", "trt") == 0
+    assert call(trtllm_serve, "m", "--pp_size", "4", "--backend", "trt") == 0
     lines = [line.split(" is ignored: ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert [line.split()[-1] for line in lines] == ["--backend", "moe_expert_parallel_size"]
+    assert [line.split()[-1] for line in lines] == ["--backend", "pipeline_parallel_size"]
 
 
 def test_other_commands_get_their_arguments(monkeypatch):

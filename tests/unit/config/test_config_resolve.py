@@ -1,5 +1,8 @@
 """Every automatic choice, with its reason, on made-up models and devices."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from penstock.config.resolve import resolve
@@ -9,7 +12,8 @@ from penstock.types.device import DeviceInfo
 from penstock.types.model_spec import (
     CodesSpec,
     DeltaSpec,
-    Fp8Spec,
+    EightBitSpec,
+    LatentSpec,
     ModelSpec,
     MoeSpec,
     QuantSpec,
@@ -284,6 +288,7 @@ ADA, AMPERE = make_device(arch=89), make_device(arch=80)
         (CPU, MADE_FOR_FP8, "auto", "float8_e4m3fn", "the checkpoint is made for it"),
         (AMPERE, MADE_FOR_FP8, "auto", "bfloat16", "sm_80 has no 8-bit floats"),
         (ADA, make_spec(), "fp8", "float8_e4m3fn", "set by kv_cache_config.dtype"),
+        (AMPERE, MADE_FOR_FP8, "int8", "int8", "set by kv_cache_config.dtype"),
         (GPU, MADE_FOR_FP8, "bfloat16", "bfloat16", "set by kv_cache_config.dtype"),
     ],
 )
@@ -300,10 +305,15 @@ def test_a_cache_format_that_cannot_be_is_refused():
         run(AMPERE, kv_cache_config={"dtype": "fp8"})
     with pytest.raises(ConfigError, match=r"is float16, but the model computes in bfloat16"):
         run(kv_cache_config={"dtype": "float16"})
+    latent = LatentSpec(
+        kv_rank=512, q_rank=1536, nope_size=128, rope_size=64, value_size=128, is_interleaved=True
+    )
+    with pytest.raises(ConfigError, match=r"int8, which the latents of \w+ cannot have"):
+        run(spec=make_spec(latent=latent), kv_cache_config={"dtype": "int8"})
 
 
-FP8_WEIGHTS = QuantSpec(format=Fp8Spec(weights="channel", inputs="row"))
-INT8_WEIGHTS = QuantSpec(format=Fp8Spec(weights="channel", inputs="row", numbers="int8"))
+FP8_WEIGHTS = QuantSpec(format=EightBitSpec(weights="channel", inputs="row"))
+INT8_WEIGHTS = QuantSpec(format=EightBitSpec(weights="channel", inputs="row", numbers="int8"))
 AWQ_WEIGHTS = QuantSpec(format=None, codes=CodesSpec(layout="awq", bits=4, group=128))
 TURING = make_device(arch=75)
 
@@ -350,6 +360,7 @@ def test_a_cpu_pool_of_so_many_tokens_is_smaller_in_8_bit_floats():
 
 EXPERTS = MoeSpec(layers=(True,) * 4, num_experts=8, num_active=2, inner_size=64)
 NO_TRITON = make_device(triton_version=None)
+EIGHT_GPUS = make_device(num_devices=8)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +390,43 @@ def test_a_model_without_experts_has_no_expert_backend():
     config = run(GPU, moe_config={"backend": "CUTLASS"})
     assert config.moe_backend == "none"
     assert "moe_backend" not in {choice.name for choice in config.choices}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "why"),
+    [
+        ({}, 1, "all ranks share every expert"),
+        ({"ep_size": 4}, 4, "set by moe_expert_parallel_size; 2 rank(s) share an expert"),
+        ({"ep_size": 8, "moe_tensor_parallel_size": -1}, 8, "set by moe_expert_parallel_size; 1"),
+        ({"moe_tensor_parallel_size": 4}, 2, "set by moe_tensor_parallel_size; 4 rank(s)"),
+        ({"ep_size": 2, "moe_tensor_parallel_size": 4}, 2, "set by moe_expert_parallel_size; 4"),
+    ],
+)
+def test_ranks_fall_into_sets_of_experts(asked, expected, why):
+    config = run(EIGHT_GPUS, make_spec(moe=EXPERTS), tensor_parallel_size=8, **asked)
+    assert config.ep_size == expected
+    assert reason(config, "ep_size").startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"ep_size": 3}, "3 times moe_tensor_parallel_size 2 is not 8, the tensor_parallel_size"),
+        ({"ep_size": 16}, "16 times moe_tensor_parallel_size 1 is not 8"),
+        ({"ep_size": 2, "moe_tensor_parallel_size": 2}, "2 times moe_tensor_parallel_size 2 is"),
+        ({"ep_size": 8}, "is 8, but there are 4 experts; use a smaller one"),
+    ],
+)
+def test_sets_that_ranks_cannot_fall_into_are_refused(asked, message):
+    few = make_spec(moe=replace(EXPERTS, num_experts=4))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run(EIGHT_GPUS, few, tensor_parallel_size=8, **asked)
+
+
+def test_a_model_without_experts_has_one_set_and_it_is_said():
+    config = run(EIGHT_GPUS, tensor_parallel_size=8, ep_size=4)
+    assert config.ep_size == 1
+    assert reason(config, "ep_size") == "the model has no experts"
 
 
 DELTA = DeltaSpec(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 
 import pytest
 from server_process import Server
@@ -107,3 +108,10 @@ def test_a_model_without_examples_is_told_so(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert call(tmp_path, "--task", "skills") == 2
     assert f"'{tmp_path}' has no skills.jsonl beside it" in capsys.readouterr().err
+
+
+def test_tasks_of_lm_eval_need_it_installed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "penstock.eval.lm_eval_tasks", raising=False)
+    assert call("tiny", "--task", "lm-eval:hellaswag") == 2
+    assert "lm-eval:hellaswag needs lm-eval" in capsys.readouterr().err

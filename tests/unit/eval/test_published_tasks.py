@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.cli.eval_flags import TASKS as NAMES
 from penstock.errors import ConfigError
-from penstock.eval.likelihood import Weighed, total, weighed, windows
+from penstock.eval.likelihood import Chance, Weighed, weighed, windows
 from penstock.eval.published import pick
 from penstock.eval.published_run import RunOptions, run_task
 from penstock.eval.table import Score, as_text, share
@@ -39,8 +39,8 @@ class Says:
         self.examples, self.max_tokens = list(examples), max_tokens
         return [Answer(text) for text in self.answers]
 
-    def logprobs(self, asked):
-        return [[None, *(-float(one) for one in piece.ids[1:])] for piece in asked]
+    def chances(self, asked):
+        return [[Chance(-float(i), False) for i in one.ids[one.begin :]] for one in asked]
 
 
 def encode(text: str) -> list[int]:
@@ -169,7 +169,6 @@ def test_windows_weigh_every_token_but_the_first_once(num, max_len):
 def test_a_blank_at_the_end_of_the_context_is_weighed_with_the_ending():
     assert weighed(encode, "ab ", "c") == Weighed(tuple(encode("ab c")), 2)
     assert weighed(encode, "abcd", "ef", max_len=3) == Weighed(tuple(encode("def")), 1)
-    assert total(Weighed((5, 6, 7), 1), [None, -0.5, -0.25]) == -0.75
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the recipes are not at hand")

@@ -70,6 +70,7 @@ def test_stop_string_gives_the_same_text_and_tokens_however_tokens_arrive(
     kept = [token_id for delta in sent for token_id in delta.token_ids]
     assert kept == (ids_of(tokenizer, head + found) if found else ids)
     assert [entry.token_id for delta in sent for entry in delta.logprobs] == kept
+    assert sum(delta.num_tokens for delta in sent) == len(kept)
 
 
 def test_stop_string_is_ignored_among_the_first_min_tokens(tokenizer):
@@ -77,13 +78,16 @@ def test_stop_string_is_ignored_among_the_first_min_tokens(tokenizer):
     assert "".join(delta.text for delta in sent) == "a.b"
 
 
-def test_stop_id_is_not_part_of_the_output(tokenizer):
+def test_stop_id_is_counted_but_not_part_of_the_output(tokenizer):
     ids = ids_of(tokenizer, "ab.")
     stop = {"finish": FinishReason.STOP, "stop_id": ids[-1]}
     [*_, last] = sent = feed(tokenizer, ids, **stop, stop_token_ids=(ids[-1],))
     assert "".join(delta.text for delta in sent) == "ab"
     assert sum(len(delta.token_ids) for delta in sent) == 2
+    assert sum(delta.num_tokens for delta in sent) == 3
     assert last.stop_reason == ids[-1]
+    assert last.stop_logprob.token_id == ids[-1]
+    assert [entry.token_id for delta in sent for entry in delta.logprobs] == ids[:-1]
     assert feed(tokenizer, ids, **stop)[-1].stop_reason is None  # EOS
 
 

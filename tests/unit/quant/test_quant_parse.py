@@ -4,11 +4,11 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.quant.parse import is_excluded, parse_quantization
-from penstock.types.model_spec import CodesSpec, Fp8Spec, QuantSpec
+from penstock.types.model_spec import CodesSpec, EightBitSpec, QuantSpec
 
 FP8 = "float8_e4m3fn"
-PER_TENSOR = Fp8Spec(weights="tensor", inputs="static")
-PER_ROW = Fp8Spec(weights="channel", inputs="row")
+PER_TENSOR = EightBitSpec(weights="tensor", inputs="static")
+PER_ROW = EightBitSpec(weights="channel", inputs="row")
 
 
 def compressed(weights=None, inputs=None, **fields):
@@ -80,7 +80,9 @@ UNDERSTOOD = {
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
         },
-        QuantSpec(format=Fp8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")),
+        QuantSpec(
+            format=EightBitSpec(weights="block", inputs="group", scale_name="weight_scale_inv")
+        ),
     ),
     "fp8, static": (
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
@@ -88,7 +90,7 @@ UNDERSTOOD = {
     ),
     "fp8, dynamic": (
         {"quant_method": "fp8", "modules_to_not_convert": None},
-        QuantSpec(format=Fp8Spec(weights="tensor", inputs="row")),
+        QuantSpec(format=EightBitSpec(weights="tensor", inputs="row")),
     ),
     "compressed-tensors, dynamic": (
         compressed(),
@@ -100,25 +102,26 @@ UNDERSTOOD = {
     ),
     "compressed-tensors, static inputs": (
         compressed(inputs=STATIC),
-        QuantSpec(format=Fp8Spec(weights="channel", inputs="static"), excluded=("lm_head",)),
+        QuantSpec(format=EightBitSpec(weights="channel", inputs="static"), excluded=("lm_head",)),
     ),
     "compressed-tensors, blocks": (
         compressed(
             {"strategy": "block", "block_structure": [128, 128]},
             {"strategy": "group", "group_size": 128},
         ),
-        QuantSpec(format=Fp8Spec(weights="block", inputs="group"), excluded=("lm_head",)),
+        QuantSpec(format=EightBitSpec(weights="block", inputs="group"), excluded=("lm_head",)),
     ),
     "compressed-tensors, int8": (
         compressed(INT8, INT8),
         QuantSpec(
-            format=Fp8Spec(weights="channel", inputs="row", numbers="int8"), excluded=("lm_head",)
+            format=EightBitSpec(weights="channel", inputs="row", numbers="int8"),
+            excluded=("lm_head",),
         ),
     ),
     "compressed-tensors, int8, static": (
         compressed(INT8, INT8 | STATIC),
         QuantSpec(
-            format=Fp8Spec(weights="channel", inputs="static", numbers="int8"),
+            format=EightBitSpec(weights="channel", inputs="static", numbers="int8"),
             excluded=("lm_head",),
         ),
     ),

@@ -7,8 +7,13 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.quant.parse import parse_quantization
-from penstock.quantize.formats import FORMATS, nearest, settings
-from penstock.quantize.search import awq_scales, error, gptq_codes, smoothing_scales
+from penstock.quantize.formats import FORMATS, grid_of, settings
+from penstock.quantize.search import (
+    awq_scales,
+    compensated,
+    error,
+    smoothing_scales,
+)
 from penstock.weights.coded import gathered
 from penstock.weights.stream import stream
 
@@ -30,6 +35,10 @@ def moments():
     x += 0.3 * torch.randn(512, 256, generator=generator)
     x[:, :4] *= 20
     return x.t() @ x / len(x), x.abs().mean(0), x.abs().amax(0)
+
+
+def nearest(weight, format, group):
+    return grid_of(weight, format, group).packed(weight)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -56,23 +65,35 @@ def test_settings_name_what_is_left(format):
     assert any("mlp.gate" in pattern for pattern in spec.excluded)
 
 
-def test_gptq_loses_less_than_rounding(weight, moments):
+@pytest.mark.parametrize("format", FORMATS)
+def test_columns_that_make_up_for_others_lose_less_than_rounding(weight, moments, format):
     matrix, _, _ = moments
-    codes, scales = gptq_codes(weight, matrix, GROUP)
-    assert codes.min() >= 0 and codes.max() <= 15 and scales.shape == (64, 2)
-    values = ((codes - 8).unflatten(1, (2, -1)) * scales.float()[..., None]).flatten(1)
-    assert error(weight, values, matrix) < 0.6 * error(
-        weight, nearest(weight, "gptq", GROUP).values_OI, matrix
-    )
+    grid = grid_of(weight, format, GROUP, matrix.diagonal())
+    found, plain = compensated(weight, matrix, grid).values_OI, grid.packed(weight).values_OI
+    assert torch.equal(grid.packed(found).values_OI, found)  # numbers of the grid
+    assert error(weight, found, matrix) < 0.6 * error(weight, plain, matrix)
+
+
+def test_scales_are_those_with_which_outputs_lose_least(weight, moments):
+    matrix, _, _ = moments
+    for format in CODED:
+        known, alike = (
+            grid_of(weight, format, GROUP, square).packed(weight).values_OI
+            for square in (matrix.diagonal(), None)
+        )
+        lost = [((x - weight).square() @ matrix.diagonal()).sum() for x in (known, alike)]
+        assert lost[0] < lost[1], format
 
 
 def test_awq_moves_large_inputs_into_the_weights(weight, moments):
     matrix, mean, _ = moments
     scales = awq_scales(weight, matrix, mean, GROUP)
-    plain = nearest(weight, "awq", GROUP).values_OI
-    moved = nearest(weight * scales, "awq", GROUP).values_OI / scales
+    square = matrix.diagonal()
+    plain = grid_of(weight, "awq", GROUP, square).packed(weight).values_OI
+    moved = grid_of(weight * scales, "awq", GROUP, square / scales**2).packed(weight * scales)
+    moved = moved.values_OI / scales
     assert scales[:4].mean() > 2 * scales[4:].mean()
-    assert error(weight, moved, matrix) < 0.8 * error(weight, plain, matrix)
+    assert error(weight, moved, matrix) < 0.9 * error(weight, plain, matrix)
 
 
 def test_smoothing_makes_inputs_and_weights_equally_large(weight, moments):

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from penstock.errors import ConfigError
 from penstock.hub.folder import cache_home
 from penstock.text.detokenizer import Detokenizer
-from penstock.text.gguf import read_gguf_tokenizer
+from penstock.text.gguf import read_gguf_tokenizer, save_gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer
 
 QUICK = settings(
@@ -285,6 +286,22 @@ def test_chat_templates_by_name(byte_level_file):
         **{"tokenizer.chat_template": "A", "tokenizer.chat_template.tool_use": "T"}
     )
     assert Tokenizer.from_folder(path).chat_templates == {"default": "A", "tool_use": "T"}
+
+
+@pytest.mark.parametrize("names", [("",), ("", ".tools")], ids=["one", "two"])
+def test_a_folder_of_files_made_of_it_has_the_same_tokenizer(byte_level_file, tmp_path, names):
+    templates = {f"tokenizer.chat_template{name}": f"T{name}" for name in names}
+    path = byte_level_file(eos_token_id=2, add_bos_token=True, bos_token_id=1, **templates)
+    inside = Tokenizer.from_folder(path)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    save_gguf_tokenizer(path, folder)
+    saved, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    assert saved.special_tokens == inside.special_tokens
+    assert saved.chat_templates == inside.chat_templates
+    for text in TEXTS:
+        assert saved.encode(text) == inside.encode(text) == theirs(text).input_ids
+        assert saved.decode(saved.encode(text)) == inside.decode(inside.encode(text))
 
 
 def test_fillers_of_the_vocabulary_stand_for_nothing(tmp_path):

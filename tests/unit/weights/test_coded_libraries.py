@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.kernels.coded import Coded, nf4_coded
+from penstock.kernels.fp8 import weight_values
 from penstock.quant.parse import parse_quantization
 from penstock.weights.coded import gathered
 from penstock.weights.stream import stream
@@ -101,6 +102,38 @@ def test_compressed_tensors_nvfp4(tmp_path, weight):
     assert theirs.dtype == torch.bfloat16
     assert torch.equal(coded.values().bfloat16(), theirs)
     assert (coded.values() - weight).abs().mean() < 0.15 * weight.std()
+
+
+def test_modelopt_nvfp4(tmp_path, weight):
+    library = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    packed, scale, outer = library.NVFP4QTensor.quantize(weight, 16)
+    tensors = {
+        "weight": packed._quantized_data,
+        "weight_scale": scale,
+        "weight_scale_2": outer,
+        "input_scale": torch.tensor(0.01),
+    }
+    settings = {"quant_algo": "NVFP4", "group_size": 16}
+    coded = read(tmp_path, settings, tensors)
+    theirs = packed.dequantize(torch.float32, scale=scale, double_scale=outer, block_sizes={-1: 16})
+    assert torch.equal(coded.values(), theirs)
+    assert (theirs - weight).abs().mean() < 0.15 * weight.std()
+
+
+def test_modelopt_fp8(weight):
+    library = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    packed, scale = library.FP8QTensor.quantize(weight)
+    assert packed._quantized_data.dtype == torch.float8_e4m3fn
+    theirs = packed.dequantize(torch.float32, scale=scale)
+    assert torch.equal(weight_values(packed._quantized_data, scale.view(1)), theirs)
+
+
+def test_fp8_blocks_of_transformers(weight):
+    library = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    scale = torch.rand(1, 2) / 448
+    values = (weight / scale.repeat_interleave(128, 1)).to(torch.float8_e4m3fn)
+    theirs = library.Fp8Dequantize(None)._dequantize_one(values, scale, torch.float32)
+    assert torch.equal(weight_values(values, scale), theirs)
 
 
 def test_compressed_tensors_mxfp4(tmp_path, weight):

@@ -5,7 +5,7 @@ Legend: T tokens in the step, H query heads, K kv heads, D head size, B blocks, 
 
 import importlib
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -22,6 +22,13 @@ class AttentionParams:
     v_scale: float = 1.0  # a stored value times this is the value
 
 
+class CacheScales(NamedTuple):
+    """Of a cache of whole numbers (int8): a stored key times its scale is the key."""
+
+    keys_BKS: Tensor  # float32
+    values_BKS: Tensor
+
+
 class AttentionBackend(Protocol):
     """Attends causally over a cache that holds the step's own keys and values already."""
 
@@ -36,6 +43,7 @@ class AttentionBackend(Protocol):
         batch: ForwardBatch,
         params: AttentionParams,
         sinks_H: Tensor | None = None,
+        scales: CacheScales | None = None,
     ) -> Tensor:
         """out_THD, contiguous, in q's dtype.
 

@@ -7,7 +7,7 @@ per block, N entries, Q queries and L keys of one entry.
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.batch import ForwardBatch
 
 
@@ -62,6 +62,7 @@ class ReferenceAttention:
         batch: ForwardBatch,
         params: AttentionParams,
         sinks_H: Tensor | None = None,
+        scales: CacheScales | None = None,
     ) -> Tensor:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
@@ -70,6 +71,11 @@ class ReferenceAttention:
             blocks_M = batch.block_table_RM[row]
             k_LKD = gather(k_cache_BKSD, blocks_M, kv_len)
             v_LKD = gather(v_cache_BKSD, blocks_M, kv_len).float() * params.v_scale
+            if scales is not None:
+                k_scales_LK1, v_scales_LK1 = (
+                    gather(scales_BKS.unsqueeze(-1), blocks_M, kv_len) for scales_BKS in scales
+                )
+                k_LKD, v_LKD = k_LKD.float() * k_scales_LK1, v_LKD * v_scales_LK1
             out_THD[start:end] = attend(
                 q_THD[start:end], k_LKD, v_LKD, params.scale, params.window, sinks_H
             )

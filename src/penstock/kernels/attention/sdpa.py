@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.attention import native
-from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.batch import ForwardBatch
 
 Int64s = NDArray[np.int64]
@@ -64,8 +64,9 @@ class SdpaAttention:
         batch: ForwardBatch,
         params: AttentionParams,
         sinks_H: Tensor | None = None,
+        scales: CacheScales | None = None,
     ) -> Tensor:
-        out_THD = self._attend(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params, sinks_H)
+        out_THD = self._attend(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params, sinks_H, scales)
         return out_THD if params.v_scale == 1.0 else out_THD.mul_(params.v_scale)
 
     def _attend(
@@ -76,8 +77,10 @@ class SdpaAttention:
         batch: ForwardBatch,
         params: AttentionParams,
         sinks_H: Tensor | None,
+        scales: CacheScales | None,
     ) -> Tensor:
         _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
+        k_scales_BKS, v_scales_BKS = scales or (None, None)
         scale, num_grouped = params.scale, batch.num_decodes
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         if native.can_attend(q_THD, k_cache_BKSD):
@@ -94,14 +97,14 @@ class SdpaAttention:
         for group in plan.groups:
             q_NHD = q_THD[group.tokens]
             out_THD[group.tokens] = _decode(
-                q_NHD, k_cache_BKSD, v_cache_BKSD, group, scale, sinks_H
+                q_NHD, k_cache_BKSD, v_cache_BKSD, group, scale, sinks_H, scales
             )
         for entry in plan.prefills:
             here = slice(entry.start, entry.end)
             out_1HQD = _attention(
                 q_THD[here].transpose(0, 1).unsqueeze(0),
-                _gather(k_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype),
-                _gather(v_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype),
+                _gather(k_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, k_scales_BKS),
+                _gather(v_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, v_scales_BKS),
                 entry.mask_QL,
                 entry.mask_QL is None,
                 scale,
@@ -156,15 +159,18 @@ def _decode(
     group: _DecodeGroup,
     scale: float,
     sinks_H: Tensor | None,
+    scales: CacheScales | None,
 ) -> Tensor:
     """Attention of one query per sequence. The G heads of a kv head stand in as its G queries."""
     num_kv_heads, head_size = k_cache_BKSD.shape[1], q_NHD.shape[-1]
+    k_scales_BKS, v_scales_BKS = scales or (None, None)
+    lines, size, num_keys, dtype = group.lines, group.size, group.num_keys, q_NHD.dtype
     q_NKGD = q_NHD.reshape(group.size, num_kv_heads, -1, head_size)
     out_NKGD = _attention(
         q_NKGD,
-        _gather(k_cache_BKSD, group.lines, group.size, group.num_keys, q_NHD.dtype),
-        _gather(v_cache_BKSD, group.lines, group.size, group.num_keys, q_NHD.dtype),
-        None if group.mask_N11L is None else group.mask_N11L.to(q_NHD.dtype),
+        _gather(k_cache_BKSD, lines, size, num_keys, dtype, k_scales_BKS),
+        _gather(v_cache_BKSD, lines, size, num_keys, dtype, v_scales_BKS),
+        None if group.mask_N11L is None else group.mask_N11L.to(dtype),
         False,
         scale,
         None if sinks_H is None else sinks_H.view(num_kv_heads, -1),
@@ -173,12 +179,21 @@ def _decode(
 
 
 def _gather(
-    cache_BKSD: Tensor, lines: Tensor, size: int, num_keys: int, dtype: torch.dtype
+    cache_BKSD: Tensor,
+    lines: Tensor,
+    size: int,
+    num_keys: int,
+    dtype: torch.dtype,
+    scales_BKS: Tensor | None,
 ) -> Tensor:
     """Keys (or values) of `size` sequences, [N, K, L, D] cut to the first `num_keys`: one copy."""
     num_blocks, num_kv_heads, block_size, head_size = cache_BKSD.shape
     by_line = cache_BKSD.view(num_blocks * num_kv_heads, block_size * head_size)
-    kv_NKLD = by_line.index_select(0, lines).view(size, num_kv_heads, -1, head_size).to(dtype)
+    kv_NKLD = by_line.index_select(0, lines).view(size, num_kv_heads, -1, head_size)
+    if scales_BKS is not None:
+        scales = scales_BKS.view(num_blocks * num_kv_heads, block_size).index_select(0, lines)
+        kv_NKLD = kv_NKLD * scales.view(size, num_kv_heads, -1, 1)
+    kv_NKLD = kv_NKLD.to(dtype)
     return kv_NKLD[:, :, :num_keys]
 
 

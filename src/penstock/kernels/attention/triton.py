@@ -6,7 +6,7 @@ Legend: T tokens in the step, H query heads, K kv heads, D head size, B blocks, 
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.triton_decode import decode
 from penstock.kernels.attention.triton_prefill import prefill
 from penstock.kernels.batch import ForwardBatch
@@ -24,6 +24,7 @@ class TritonAttention:
         batch: ForwardBatch,
         params: AttentionParams,
         sinks_H: Tensor | None = None,
+        scales: CacheScales | None = None,
     ) -> Tensor:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_decodes = batch.num_decodes
@@ -39,6 +40,7 @@ class TritonAttention:
                 params,
                 batch.max_kv_len,
                 sinks_H=sinks_H,
+                scales=scales,
             )
         if batch.num_entries > num_decodes:
             prefill(
@@ -54,5 +56,6 @@ class TritonAttention:
                 num_decodes,
                 batch.max_query_len,
                 sinks_H=sinks_H,
+                scales=scales,
             )
         return out_THD

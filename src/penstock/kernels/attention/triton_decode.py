@@ -9,9 +9,10 @@ How many programs share those spans depends on the number of sequences, which ch
 arithmetic. Where one program per (sequence, kv head) fills the device it walks all keys in one span
 and saves the second launch, so the last bits may differ on the two sides of such a batch size.
 
-A cache of 8-bit floats is read as pairs of channels: tensor cores take 16-bit elements from shared
+A cache of 8-bit numbers is read as pairs of channels: tensor cores take 16-bit elements from shared
 memory in any direction, 8-bit ones only in one. The channels with even and with odd numbers then go
-separate ways, as fp16, which holds all 8-bit floats exactly.
+separate ways: 8-bit floats as fp16, which holds them all exactly, whole numbers in q's dtype, as
+either of the two does. The scale of a key multiplies its scores, that of a value their weights.
 
 Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one.
 """
@@ -26,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
-from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.device import num_places
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -102,10 +103,10 @@ def span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def _attend_plain(
-    q, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
-    scale_log2, stride_b,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
+    scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`."""
     cols = tl.arange(0, BLOCK_D)[None, :]
@@ -122,21 +123,28 @@ def _attend_plain(
         k = tl.load(k_ptr + at, mask=mask, other=0.0).to(q.dtype)
         v = tl.load(v_ptr + at, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if HAS_SCALES:
+            scale_at = block * stride_s + keys % S
+            scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[None, :]
         seen = inside & (keys >= seen_from)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(scores - m_new[:, None])
         total = total * alpha + tl.sum(p, axis=1)
+        if HAS_SCALES:
+            p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc=acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return m, total, acc
 
 
 @triton.jit
-def _first_of(pair, ON_GPU: tl.constexpr):
-    """The first of two 8-bit floats as fp16."""
-    if ON_GPU:  # two pairs at once
+def _first_of(pair, dtype: tl.constexpr, IS_WHOLE: tl.constexpr, ON_GPU: tl.constexpr):
+    """The first of two 8-bit numbers as `dtype`: of whole ones, or of floats, which is fp16."""
+    if IS_WHOLE:
+        number = ((pair << 8) >> 8).to(dtype)
+    elif ON_GPU:  # two pairs at once
         number = tl.inline_asm_elementwise(
             """{
             .reg .b32 firsts;
@@ -153,8 +161,10 @@ def _first_of(pair, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _second_of(pair, ON_GPU: tl.constexpr):
-    if ON_GPU:
+def _second_of(pair, dtype: tl.constexpr, IS_WHOLE: tl.constexpr, ON_GPU: tl.constexpr):
+    if IS_WHOLE:
+        number = (pair >> 8).to(dtype)
+    elif ON_GPU:
         number = tl.inline_asm_elementwise(
             """{
             .reg .b32 seconds;
@@ -172,12 +182,13 @@ def _second_of(pair, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _attend_pairs(
-    q_even, q_odd, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
-    scale_log2, stride_b,
+    q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
+    seen_from, scale_log2, stride_b, stride_s,
     S: tl.constexpr, P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
-    TILE: tl.constexpr, ON_GPU: tl.constexpr,
+    TILE: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """As `_attend`, of a cache of 8-bit floats seen as P pairs a head."""
+    """As `_attend`, of a cache of 8-bit numbers seen as P pairs a head; with scales, whole ones."""
+    dtype: tl.constexpr = q_even.dtype
     cols = tl.arange(0, BLOCK_P)[None, :]
     in_head = cols < P
     m = tl.full((BLOCK_G,), -float("inf"), tl.float32)
@@ -192,53 +203,63 @@ def _attend_pairs(
         mask = inside[:, None] & in_head
         k = tl.load(k_ptr + at, mask=mask, other=0)
         v = tl.load(v_ptr + at, mask=mask, other=0)
-        scores = tl.dot(q_even, tl.trans(_first_of(k, ON_GPU)))
-        scores = tl.dot(q_odd, tl.trans(_second_of(k, ON_GPU)), acc=scores) * scale_log2
+        scores = tl.dot(q_even, tl.trans(_first_of(k, dtype, HAS_SCALES, ON_GPU)))
+        k = _second_of(k, dtype, HAS_SCALES, ON_GPU)
+        scores = tl.dot(q_odd, tl.trans(k), acc=scores) * scale_log2
+        if HAS_SCALES:
+            scale_at = block * stride_s + keys % S
+            scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[None, :]
         seen = inside & (keys >= seen_from)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(scores - m_new[:, None])
         total = total * alpha + tl.sum(p, axis=1)
-        p = p.to(tl.float16)
-        even = tl.dot(p, _first_of(v, ON_GPU), acc=even * alpha[:, None])
-        odd = tl.dot(p, _second_of(v, ON_GPU), acc=odd * alpha[:, None])
+        if HAS_SCALES:
+            p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[None, :]
+        p = p.to(dtype)
+        even = tl.dot(p, _first_of(v, dtype, HAS_SCALES, ON_GPU), acc=even * alpha[:, None])
+        odd = tl.dot(p, _second_of(v, dtype, HAS_SCALES, ON_GPU), acc=odd * alpha[:, None])
         m = m_new
     return m, total, even, odd
 
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
-    scale_log2, stride_b,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
+    scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, IN_PAIRS: tl.constexpr, ON_GPU: tl.constexpr,
+    TILE: tl.constexpr, IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
     if IN_PAIRS:
-        pairs = tl.reshape(q.to(tl.float16), (BLOCK_G, BLOCK_D // 2, 2))
+        if not HAS_SCALES:
+            q = q.to(tl.float16)
+        pairs = tl.reshape(q, (BLOCK_G, BLOCK_D // 2, 2))
         q_even, q_odd = tl.split(pairs)
         m, total, even, odd = _attend_pairs(
-            q_even, q_odd, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
-            scale_log2, stride_b, S, D // 2, BLOCK_G, BLOCK_D // 2, TILE, ON_GPU,
+            q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
+            seen_from, scale_log2, stride_b, stride_s, S, D // 2, BLOCK_G, BLOCK_D // 2, TILE,
+            HAS_SCALES, ON_GPU,
         )  # fmt: skip
         acc = tl.interleave(even, odd)
     else:
         m, total, acc = _attend_plain(
-            q, k_ptr, v_ptr, table_ptr, first_key, end_key, seen_from,
-            scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
+            scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, HAS_SCALES,
         )  # fmt: skip
     return m, total, acc
 
 
 @triton.jit
 def _decode(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
-    scale_log2, v_scale, window, stride_qn, stride_b, stride_table,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr,
+    kv_lens_ptr, table_ptr, sinks_ptr,
+    scale_log2, v_scale, window, stride_qn, stride_b, stride_s, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IN_PAIRS: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (p, k, n) of P takes splits p, p + P, ... of sequence n and kv head k.
 
@@ -262,12 +283,16 @@ def _decode(
     HEAD: tl.constexpr = S * D // 2 if IN_PAIRS else S * D
     k_ptr += kv_head * HEAD
     v_ptr += kv_head * HEAD
+    if HAS_SCALES:
+        k_scales_ptr += kv_head * S
+        v_scales_ptr += kv_head * S
     table_ptr += row * stride_table
 
     if DIRECT:
         m, total, acc = _attend(
-            q, k_ptr, v_ptr, table_ptr, first, kv_len, seen_from,
-            scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, ON_GPU,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, kv_len, seen_from,
+            scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, HAS_SCALES,
+            ON_GPU,
         )  # fmt: skip
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + kv_head * G + g, mask=g < G, other=0.0)
@@ -280,8 +305,10 @@ def _decode(
         for split in range(tl.program_id(0), num_splits, tl.num_programs(0)):
             start = first + split * keys_each
             m, total, acc = _attend(
-                q, k_ptr, v_ptr, table_ptr, start, tl.minimum(start + keys_each, kv_len), seen_from,
-                scale_log2, stride_b, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, ON_GPU,
+                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start,
+                tl.minimum(start + keys_each, kv_len), seen_from,
+                scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, HAS_SCALES,
+                ON_GPU,
             )  # fmt: skip
             at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
             tl.store(
@@ -337,6 +364,7 @@ def decode(
     max_kv_len: int,
     config: DecodeConfig | None = None,
     sinks_H: Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> None:
     """out[n] = attention of q[n] over the kv_lens[n] cached tokens of row rows[n].
 
@@ -362,6 +390,7 @@ def decode(
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
     window = NO_WINDOW if params.window is None else params.window
     sinks = kv_lens_N if sinks_H is None else sinks_H  # not touched where there are none
+    k_scales_BKS, v_scales_BKS = scales or (None, None)
     block_d = triton.next_power_of_2(head_size)
     partial, lse = out_NHD, out_NHD  # not touched by a single program
     if programs > 1:
@@ -369,14 +398,15 @@ def decode(
         partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
     _decode[(programs, num_kv_heads, num_entries)](
-        q_NHD, k_cache_BKSD, v_cache_BKSD, out_NHD, partial, lse, rows_N, kv_lens_N, block_table_RM,
-        sinks, params.scale * LOG2_E, params.v_scale, window,
-        q_NHD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
+        q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_NHD, partial, lse,
+        rows_N, kv_lens_N, block_table_RM, sinks,
+        params.scale * LOG2_E, params.v_scale, window, q_NHD.stride(0), k_cache_BKSD.stride(0),
+        0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=num_heads // num_kv_heads, D=head_size, S=block_size,
         BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_D=block_d,
         TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits,
         DIRECT=programs == 1, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
-        ON_GPU=q_NHD.is_cuda,
+        HAS_SCALES=scales is not None, ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
     if programs > 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock import log
 from penstock.kernels import tuned
-from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.triton_decode import LOG2_E
 from penstock.kernels.device import probe
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -63,10 +63,10 @@ def prefill_config(
 
 @triton.jit
 def _attend(
-    q, m, total, acc, positions, k_ptr, v_ptr, table_ptr, first_key, end_key, kv_len,
-    scale_log2, window, stride_b,
+    q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key,
+    end_key, kv_len, scale_log2, window, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [first_key, end_key) into every row's running maximum, total and values.
 
@@ -88,6 +88,10 @@ def _attend(
             k = tl.load(k_ptr + at).to(q.dtype)
             v = tl.load(v_ptr + at).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if HAS_SCALES:
+            known = keys < kv_len
+            scale_at = block * stride_s + keys % S
+            scores *= tl.load(k_scales_ptr + scale_at, mask=known, other=0.0)[None, :]
         if MASKED:
             age = positions[:, None] - keys[None, :]
             # Finite, so that a row that sees nothing of its first tile stays free of NaN; and after
@@ -99,6 +103,8 @@ def _attend(
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(scores - m_new[:, None])
         total = total * alpha + tl.sum(p, axis=1)
+        if HAS_SCALES:
+            p *= tl.load(v_scales_ptr + scale_at, mask=known, other=0.0)[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc=acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return m, total, acc
@@ -106,11 +112,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["first_entry"])
 def _prefill(
-    q_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
-    first_entry, scale_log2, v_scale, window, stride_qt, stride_b, stride_table,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr,
+    table_ptr, sinks_ptr,
+    first_entry, scale_log2, v_scale, window, stride_qt, stride_b, stride_s, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, k, n): the i-th last tile of rows of entry first_entry + n, for kv head k.
 
@@ -129,6 +136,9 @@ def _prefill(
     table_ptr += tl.load(rows_ptr + entry).to(tl.int64) * stride_table
     k_ptr += kv_head * (S * D)
     v_ptr += kv_head * (S * D)
+    if HAS_SCALES:
+        k_scales_ptr += kv_head * S
+        v_scales_ptr += kv_head * S
 
     rows = tile * ROWS + tl.arange(0, ROWS)
     queries = rows // G
@@ -138,7 +148,7 @@ def _prefill(
     inside = (queries < num_queries)[:, None] & (cols < D)
     q_at = tokens[:, None] * stride_qt + heads[:, None] * D + cols
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
-    if k_ptr.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
+    if k_ptr.dtype.element_ty.is_fp8() and q.dtype == tl.bfloat16:
         q = q.to(tl.float16)  # it holds all 8-bit floats exactly
 
     num_before = kv_len - num_queries
@@ -154,12 +164,14 @@ def _prefill(
     else:
         masked_from = (first_position + 1) // TILE * TILE
         m, total, acc = _attend(
-            q, m, total, acc, positions, k_ptr, v_ptr, table_ptr, 0, masked_from, kv_len,
-            scale_log2, window, stride_b, S, D, BLOCK_D, TILE, False, False,
+            q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, 0,
+            masked_from, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
+            False, False, HAS_SCALES,
         )  # fmt: skip
     m, total, acc = _attend(
-        q, m, total, acc, positions, k_ptr, v_ptr, table_ptr, masked_from, end_key, kv_len,
-        scale_log2, window, stride_b, S, D, BLOCK_D, TILE, True, HAS_WINDOW,
+        q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+        masked_from, end_key, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
+        True, HAS_WINDOW, HAS_SCALES,
     )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks_ptr + heads) * _LOG2_E - m)
@@ -202,6 +214,7 @@ def prefill(
     max_query_len: int,
     config: PrefillConfig | None = None,
     sinks_H: Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> None:
     """Attention of the entries from `first_entry` on, each over all its cached tokens.
 
@@ -224,15 +237,19 @@ def prefill(
     c = config or prefill_config(
         num_heads, num_kv_heads, head_size, q_THD.element_size(), k_cache_BKSD.element_size()
     )
+    k_scales_BKS, v_scales_BKS = scales or (None, None)
     group = num_heads // num_kv_heads
     grid = (triton.cdiv(max_query_len * group, c.rows), num_kv_heads, len(rows_N) - first_entry)
     _prefill[grid](
-        q_THD, k_cache_BKSD, v_cache_BKSD, out_THD, rows_N, query_starts_N1, kv_lens_N,
-        block_table_RM, kv_lens_N if sinks_H is None else sinks_H,  # not touched without sinks
-        first_entry, params.scale * LOG2_E, params.v_scale, params.window or 0,
-        q_THD.stride(0), k_cache_BKSD.stride(0), block_table_RM.stride(0),
+        q_THD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_THD, rows_N,
+        query_starts_N1, kv_lens_N, block_table_RM,
+        kv_lens_N if sinks_H is None else sinks_H,  # not touched without sinks
+        first_entry, params.scale * LOG2_E, params.v_scale, params.window or 0, q_THD.stride(0),
+        k_cache_BKSD.stride(0), 0 if k_scales_BKS is None else k_scales_BKS.stride(0),
+        block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size,
         BLOCK_D=triton.next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
         HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,
+        HAS_SCALES=scales is not None,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_THD),
     )  # fmt: skip

@@ -467,4 +467,4 @@ def coded_experts_decoded(
     parts = _multiply(
         h_PF, down, down_bias_SD, num_pairs, rows, None, **blocks, weights_P=weights_TK.view(-1)
     )
-    return sum_parts(parts, num_tokens, x_TD.dtype)
+    return sum_parts(parts, num_tokens, x_TD.dtype, slots_TK, down.num_slots)

@@ -2,7 +2,8 @@
 and a CPU version of the second.
 
 Experts are chosen by number and computed by slot: the place in the stacked weights where an expert
-lies. Both are the same until experts are moved or repeated to balance their load.
+lies. Both are the same until experts are moved or repeated to balance their load, or lie on several
+devices: slot S, behind the last one, says that an expert is elsewhere and adds nothing here.
 
 Legend: T tokens, E experts, S slots, K experts of a token, G groups of experts, D hidden size,
 F features of an expert; 2F is the gate's features, then the up projection's.

@@ -34,10 +34,12 @@ def touched_experts(
         return _linear(h_NF, down, down_bias_SD, slot)
 
     num_tokens, num_active = slots_TK.shape
+    num_slots = gate_up.num_slots if isinstance(gate_up, ExpertWeights) else len(gate_up)
     y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     if num_tokens == 1:
         for slot, weight in zip(slots_TK[0].tolist(), weights_TK[0].tolist(), strict=True):
-            y_TD.add_(expert(slot, x_TD), alpha=weight)
+            if slot < num_slots:
+                y_TD.add_(expert(slot, x_TD), alpha=weight)
         return y_TD.to(x_TD.dtype)
     slots_P, order_P = slots_TK.flatten().sort(stable=True)
     tokens_P = order_P // num_active
@@ -47,6 +49,8 @@ def touched_experts(
     for slot, tokens_N, weights_N1 in zip(
         slots.tolist(), tokens_P.split(sizes), weights_P1.split(sizes), strict=True
     ):
+        if slot == num_slots:  # the last one
+            break
         y_TD.index_add_(0, tokens_N, weights_N1 * expert(slot, x_TD[tokens_N]))
     return y_TD.to(x_TD.dtype)
 

@@ -196,4 +196,5 @@ def experts_grouped(
     multiply(x_TD, gate_up, gate_up_bias_S2F, h_PF, is_gated=True)
     y_PD = x_TD.new_empty((num_pairs, size))
     multiply(h_PF, down, down_bias_SD, y_PD, is_gated=False)
-    return sum_parts(y_PD.unsqueeze(0), num_tokens, x_TD.dtype)
+    masked_by = None if down.has_all else slots_TK
+    return sum_parts(y_PD.unsqueeze(0), num_tokens, x_TD.dtype, masked_by, num_slots)

@@ -83,9 +83,10 @@ def _products(
 @triton.jit
 def _gate_up_few(
     x_ptr, x_scale_ptr, slots_ptr, w_ptr, w_scale_ptr, bias_ptr, h_ptr,
-    stride_x, stride_x_scale_t, stride_x_scale_g, stride_w, stride_w_scale, F, alpha, shift, limit,
+    stride_x, stride_x_scale_t, stride_x_scale_g, stride_w, stride_w_scale, S, F, alpha, shift,
+    limit,
     FORMAT: tl.constexpr, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, HAS_ALL: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h[pair, f] = gate(x[token] . w[slot, f], x[token] . w[slot, F + f]); one program per pair and
     ROWS features."""
@@ -93,6 +94,9 @@ def _gate_up_few(
     let_next_start(PDL)  # now slots are there for it, too
     pair, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     token, slot = pair // K, tl.load(slots_ptr + pair).to(tl.int64)
+    if not HAS_ALL:  # noqa: SIM102  known when it is compiled
+        if slot >= S:
+            return
     features, parts = first + tl.arange(0, ROWS), tl.arange(0, 2)
     is_feature = features < F
     w_scale_at = slot * stride_w_scale
@@ -116,9 +120,10 @@ def _gate_up_few(
 @triton.jit
 def _down_few(
     h_ptr, h_scale_ptr, slots_ptr, weights_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr,
-    stride_h_scale_t, stride_h_scale_g, stride_w, stride_w_scale, D,
+    stride_h_scale_t, stride_h_scale_g, stride_w, stride_w_scale, S, D,
     FORMAT: tl.constexpr, F: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, HAS_ALL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[token, d] = sum over its pairs of weight * (h[pair] . w[slot, d]); one program per token
     and ROWS channels. It waits for h alone: slots are older."""
@@ -127,6 +132,8 @@ def _down_few(
     places = tl.arange(0, BLOCK_K)
     pairs, is_pair = token * K + places, places < K
     slots = tl.load(slots_ptr + pairs, mask=is_pair, other=0, cache_modifier=".cg").to(tl.int64)
+    if not HAS_ALL:
+        is_pair &= slots < S
     rows = first + tl.arange(0, ROWS)
     is_row = rows < D
     w_scale_at = slots * stride_w_scale
@@ -220,18 +227,19 @@ def experts_few(
         x, pointer(x_scale, x), slots_TK, gate_up.values, pointer(gate_up.scale, x),
         gate_up_bias_S2F, h_PF,
         x.stride(0), *scale_strides(x_scale), gate_up.values.stride(0), stride_of(gate_up.scale),
-        num_features, gate.alpha, gate.shift, gate.limit,
+        gate_up.num_slots, num_features, gate.alpha, gate.shift, gate.limit,
         FORMAT=gate_up.format, D=size, ROWS=up_config.rows, TILES=up_config.tiles,
-        HAS_BIAS=gate_up_bias_S2F is not None, num_warps=up_config.num_warps, **options,
+        HAS_ALL=gate_up.has_all, HAS_BIAS=gate_up_bias_S2F is not None,
+        num_warps=up_config.num_warps, **options,
     )  # fmt: skip
     h, h_scale = as_inputs(h_PF, down.inputs)
     y_TD = x_TD.new_empty((num_tokens, size))
     _down_few[(num_tokens, triton.cdiv(size, down_config.rows))](
         h, pointer(h_scale, h), slots_TK, weights_TK, down.values, pointer(down.scale, h),
         down_bias_SD, y_TD,
-        *scale_strides(h_scale), down.values.stride(0), stride_of(down.scale), size,
+        *scale_strides(h_scale), down.values.stride(0), stride_of(down.scale), down.num_slots, size,
         FORMAT=down.format, F=num_features, BLOCK_K=block_k, ROWS=down_config.rows,
-        TILES=down_config.tiles, HAS_BIAS=down_bias_SD is not None,
+        TILES=down_config.tiles, HAS_ALL=down.has_all, HAS_BIAS=down_bias_SD is not None,
         num_warps=down_config.num_warps, **options,
     )  # fmt: skip
     return y_TD

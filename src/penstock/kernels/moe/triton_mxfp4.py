@@ -276,4 +276,5 @@ def experts_mxfp4(
     shared = (weights_TK, slots_B, pairs_BM)
     h_1PF = _multiply(x_TD, gate_up, gate_up_bias_S2F, *shared, up_config, gate=gate)
     parts = _multiply(h_1PF[0], down, down_bias_SD, *shared, down_config, is_weighted=True)
-    return sum_parts(parts, x_TD.shape[0], x_TD.dtype)
+    masked_by = None if down.has_all else slots_TK
+    return sum_parts(parts, x_TD.shape[0], x_TD.dtype, masked_by, num_slots)

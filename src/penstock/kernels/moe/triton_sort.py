@@ -28,7 +28,7 @@ def _sort(
 
     A slot has the blocks behind those of the slots before it. block_slots[block] is S where a block
     is empty, pairs[place] is num_pairs where there is no pair. The order within a slot does not
-    matter.
+    matter. Pairs of slot S, which does not exist, are left out.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -44,8 +44,8 @@ def _sort(
         blocks = first + offsets
         tl.store(block_slots_ptr + blocks, tl.zeros_like(blocks) + S, mask=blocks < num_blocks)
     tl.debug_barrier()
-    is_pair = offsets < num_pairs
-    chosen = tl.load(slots_ptr + offsets, mask=is_pair, other=0)
+    chosen = tl.load(slots_ptr + offsets, mask=offsets < num_pairs, other=S)
+    is_pair = chosen < S
     tl.atomic_add(next_ptr + chosen, ones, mask=is_pair, sem="relaxed")
     tl.debug_barrier()
     counts = tl.load(next_ptr + slots, mask=is_slot, other=0, cache_modifier=".cg")
@@ -70,9 +70,8 @@ def _count(
     let_next_start(PDL)  # not before: the next kernel reads slots before it waits
     chunk = tl.program_id(0)
     pairs, slots = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, BLOCK_S)
-    is_pair = pairs < num_pairs
-    chosen = tl.load(slots_ptr + pairs, mask=is_pair, other=0)
-    counts = tl.histogram(chosen, BLOCK_S, mask=is_pair)
+    chosen = tl.load(slots_ptr + pairs, mask=pairs < num_pairs, other=S)
+    counts = tl.histogram(chosen, BLOCK_S, mask=chosen < S)
     tl.store(counts_ptr + chunk * S + slots, counts.to(tl.int16), mask=slots < S)
 
 

@@ -47,6 +47,7 @@ class ExpertWeights:
     num_inputs: int
     scale: Tensor | None = None  # 8-bit floats: [S, O] or [S, O / 128, I / 128]; MXFP4: [S, N, O]
     inputs: InputFormat = PLAIN
+    has_all: bool = True  # every expert is here; else slot `num_slots` says that one is elsewhere
 
     @property
     def num_slots(self) -> int:
@@ -79,8 +80,8 @@ class ExpertWeights:
         return weight_values(self.values[slot], self.scale[slot])
 
 
-def plain_weights(values_SOI: Tensor) -> ExpertWeights:
-    return ExpertWeights(values_SOI, values_SOI.shape[2])
+def plain_weights(values_SOI: Tensor, has_all: bool = True) -> ExpertWeights:
+    return ExpertWeights(values_SOI, values_SOI.shape[2], has_all=has_all)
 
 
 def as_inputs(
@@ -107,7 +108,7 @@ def mxfp4_values(blocks_OB: Tensor, scales_OG: Tensor) -> Tensor:
     return _scaled(codes_OI.unflatten(-1, (-1, MXFP4_GROUP)), scales_OG).flatten(-2)
 
 
-def pack_mxfp4(blocks_SOB: Tensor, scales_SOG: Tensor) -> ExpertWeights:
+def pack_mxfp4(blocks_SOB: Tensor, scales_SOG: Tensor, has_all: bool = True) -> ExpertWeights:
     """What checkpoints store, in the order that kernels read; some slots at once to save memory."""
     largest = int(scales_SOG.max()) if scales_SOG.numel() else 0
     if largest > _MAX_SCALE:
@@ -125,7 +126,7 @@ def pack_mxfp4(blocks_SOB: Tensor, scales_SOG: Tensor) -> ExpertWeights:
         some = slice(first, first + _SLOTS_AT_ONCE)
         words_SNOW[some] = _packed_words(blocks_SOB[some], num_tiles, spread_JC)
         scale_SNO[some] = _packed_powers(scales_SOG[some], num_tiles)
-    return ExpertWeights(words_SNOW, num_groups * MXFP4_GROUP, scale_SNO)
+    return ExpertWeights(words_SNOW, num_groups * MXFP4_GROUP, scale_SNO, has_all=has_all)
 
 
 @functools.cache

@@ -104,6 +104,11 @@ class _Allocation(TorchDispatchMode):
         super().__init__()
         self._arena = arena
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler to tell it to stay away: seconds of a first answer."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

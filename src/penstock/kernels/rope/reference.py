@@ -7,6 +7,7 @@ B blocks, S tokens per block.
 import torch
 from torch import Tensor
 
+from penstock.kernels.int8 import quantize_int8
 from penstock.kernels.native import library
 from penstock.kernels.norm import rms_norm
 from penstock.kernels.op import cpu, native, op
@@ -34,10 +35,23 @@ def stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
-def write(x_TKD: Tensor, cache_BKSD: Tensor, slots_T: Tensor, scale: float) -> None:
-    """cache[slot // S, :, slot % S] = what is stored of token t, for slot = slots_T[t]."""
+def write(
+    x_TKD: Tensor,
+    cache_BKSD: Tensor,
+    slots_T: Tensor,
+    scale: float,
+    scales_BKS: Tensor | None = None,
+) -> None:
+    """cache[slot // S, :, slot % S] = what is stored of token t, for slot = slots_T[t].
+
+    With `scales_BKS` these are whole numbers, and every head's scale is written as well.
+    """
     block_size = cache_BKSD.shape[2]
-    values_TKD = stored(x_TKD, scale, cache_BKSD.dtype)
+    if scales_BKS is None:
+        values_TKD = stored(x_TKD, scale, cache_BKSD.dtype)
+    else:
+        values_TKD, scales_TK1 = quantize_int8.reference(x_TKD, None)
+        scales_BKS[slots_T // block_size, :, slots_T % block_size] = scales_TK1.squeeze(-1)
     if cache_BKSD.dtype.itemsize == 1:  # indexed writes know no 8-bit floats
         values_TKD, cache_BKSD = values_TKD.view(torch.uint8), cache_BKSD.view(torch.uint8)
     cache_BKSD[slots_T // block_size, :, slots_T % block_size] = values_TKD
@@ -57,12 +71,15 @@ def rope_kv_write(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     has_gates: bool = False,
+    k_scales_BKS: Tensor | None = None,
+    v_scales_BKS: Tensor | None = None,
 ) -> Tensor:
     """From a fused projection to queries ready for attention and a cache that knows the tokens.
 
     Of the N = H + 2 K heads the first H are the queries, the next K the keys, the last the values.
     With weights, query and key heads are normed first. Queries and keys are rotated; keys and
-    values are written to the cache, divided by their scale if it holds 8-bit floats. Returns q_THD.
+    values are written to the cache, divided by their scale if it holds 8-bit floats. If it holds
+    whole numbers, each head's largest becomes 127, and its scale is written, too. Returns q_THD.
 
     `has_gates`: there are N = 2 H + 2 K heads. A query is followed by a gate, which is not read.
     """
@@ -75,8 +92,8 @@ def rope_kv_write(
         q_THD = rms_norm.reference(q_THD, q_weight_D, eps)
     if k_weight_D is not None:
         k_TKD = rms_norm.reference(k_TKD, k_weight_D, eps)
-    write(rotate(k_TKD, cos_sin_PR, positions_T), k_cache_BKSD, slots_T, k_scale)
-    write(v_TKD, v_cache_BKSD, slots_T, v_scale)
+    write(rotate(k_TKD, cos_sin_PR, positions_T), k_cache_BKSD, slots_T, k_scale, k_scales_BKS)
+    write(v_TKD, v_cache_BKSD, slots_T, v_scale, v_scales_BKS)
     return rotate(q_THD, cos_sin_PR, positions_T)
 
 
@@ -100,6 +117,8 @@ def rope_kv_write_native(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     has_gates: bool = False,
+    k_scales_BKS: Tensor | None = None,
+    v_scales_BKS: Tensor | None = None,
 ) -> Tensor:
     num_tokens, num_all, size = qkv_TND.shape
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
@@ -140,6 +159,8 @@ def rope_kv_write_torch(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     has_gates: bool = False,
+    k_scales_BKS: Tensor | None = None,
+    v_scales_BKS: Tensor | None = None,
 ) -> Tensor:
     """Queries and keys side by side; for a few tokens the number of calls is the cost."""
     num_tokens, _, size = qkv_TND.shape

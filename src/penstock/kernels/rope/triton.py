@@ -47,12 +47,21 @@ def _rotated(
 
 
 @triton.jit
+def _whole_numbers(x):
+    """(numbers from -127 to 127, still fp32, their scale) of each head, as `quantize_int8`."""
+    largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-12)
+    scale = tl.div_rn(largest, tl.zeros_like(largest) + 127.0)
+    return (tl.div_rn(x, tl.zeros_like(x) + scale) + 12582912.0) - 12582912.0, scale
+
+
+@triton.jit
 def _rope_kv_write(
     qkv_ptr, q_weight_ptr, k_weight_ptr, eps, table_ptr, positions_ptr, slots_ptr,
-    q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale, v_scale, stride_t, stride_b,
+    q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale, v_scale, k_scales_ptr, v_scales_ptr,
+    stride_t, stride_b, stride_s,
     H: tl.constexpr, Q_STEP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     S: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (token, group of heads): the query's groups first, then the key's."""
     let_next_start(PDL)
@@ -77,10 +86,16 @@ def _rope_kv_write(
         k = _rotated(k_ptr, is_kv, k_weight_ptr, eps, table_ptr, position, cols, D, R, HAS_NORM)
         k = k.to(qkv_ptr.dtype.element_ty).to(tl.float32)
         v = tl.load(k_ptr + K * D + cols, mask=is_kv, other=0.0).to(tl.float32)
-        if k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:  # as stored() in the reference
+        slot = tl.load(slots_ptr + token)
+        if HAS_SCALES:
+            k, k_found = _whole_numbers(k)
+            v, v_found = _whole_numbers(v)
+            scale_to = (slot // S) * stride_s + kv_heads * S + slot % S
+            tl.store(k_scales_ptr + scale_to, k_found, mask=kv_heads < K)
+            tl.store(v_scales_ptr + scale_to, v_found, mask=kv_heads < K)
+        elif k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:  # as stored() in the reference
             k = tl.minimum(tl.maximum(k / k_scale, -448.0), 448.0)
             v = tl.minimum(tl.maximum(v / v_scale, -448.0), 448.0)
-        slot = tl.load(slots_ptr + token)
         kv_to = (slot // S) * stride_b + kv_heads * (S * D) + (slot % S) * D + cols
         tl.store(k_cache_ptr + kv_to, k.to(k_cache_ptr.dtype.element_ty), mask=is_kv)
         tl.store(v_cache_ptr + kv_to, v.to(v_cache_ptr.dtype.element_ty), mask=is_kv)
@@ -100,6 +115,8 @@ def rope_kv_write_triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     has_gates: bool = False,
+    k_scales_BKS: Tensor | None = None,
+    v_scales_BKS: Tensor | None = None,
 ) -> Tensor:
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
     num_tokens, num_all, size = qkv_TND.shape
@@ -118,10 +135,12 @@ def rope_kv_write_triton(
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, kv_heads))
     _rope_kv_write[grid](
         qkv_TND, q_weight_D, k_weight_D, eps, cos_sin_PR, positions_T, slots_T,
-        q_THD, k_cache_BKSD, v_cache_BKSD, k_scale, v_scale,
+        q_THD, k_cache_BKSD, v_cache_BKSD, k_scale, v_scale, k_scales_BKS, v_scales_BKS,
         qkv_TND.stride(0), k_cache_BKSD.stride(0),
+        0 if k_scales_BKS is None else k_scales_BKS.stride(0),
         H=num_heads, Q_STEP=q_step, K=num_kv_heads, D=size, R=cos_sin_PR.shape[1], S=block_size,
         BLOCK_D=block_d, HEADS=heads, KV_HEADS=kv_heads, HAS_NORM=q_weight_D is not None,
+        HAS_SCALES=k_scales_BKS is not None,
         num_warps=max(1, min(8, block_d * heads // 256)), **launch_options(qkv_TND),
     )  # fmt: skip
     return q_THD

@@ -169,6 +169,8 @@ class _Choice:
             choice.stop_reason = delta.stop_reason
             if choice.logprobs is not None:
                 self._writer.write(choice.logprobs, delta.logprobs)
+                if delta.stop_logprob is not None:  # every token made has its entry, as with peers
+                    self._writer.write(choice.logprobs, (delta.stop_logprob,))
             if self._shows_ids:
                 choice.token_ids = list(delta.token_ids)
         if delta.finish is not None:

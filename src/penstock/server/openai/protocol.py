@@ -9,7 +9,15 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from penstock.errors import RequestError
 from penstock.types.request import ChatOptions, GenerateInput
@@ -168,9 +176,7 @@ def _token_id(key: str) -> int:
 
 def _prompts(value: Any) -> Any:
     """str | [str] | [int] | [[int]] -> a list of texts or id lists, checked."""
-    if isinstance(value, str) or (
-        isinstance(value, list) and value and all(type(part) is int for part in value)
-    ):
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list):
         raise _bad_prompt(f"it is {_shown(value)}")
@@ -185,7 +191,7 @@ def _prompts(value: Any) -> Any:
     for index, prompt in enumerate(value):
         if isinstance(prompt, str):
             continue
-        if not isinstance(prompt, list) or not prompt or {type(part) for part in prompt} != {int}:
+        if not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
             raise _bad_prompt(f"prompt[{index}] is {_shown(prompt)}")
         if min(prompt) < 0 or max(prompt) > _INT32_MAX:
             raise _bad_prompt(f"prompt[{index}] holds a number that is no token id")
@@ -207,7 +213,7 @@ class CompletionRequest(GenerationFields):
         "suffix": "filling in the middle is not supported; put the model's markers in the prompt",
     }
 
-    prompt: Annotated[list[str | TokenIds], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | TokenIds], PlainValidator(_prompts)]
     logprobs: Int32 | None = None
     suffix: str | None = None
     add_special_tokens: bool = True

@@ -39,15 +39,15 @@ from penstock.quant.scheme import (
     gates_with_product,
     matrix_pieces,
 )
-from penstock.types.model_spec import Fp8Spec
+from penstock.types.model_spec import EightBitSpec
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _DUMMY_SPREADS = {"e4m3": 64.0, "int8": 32.0}  # of random weights: such that few are cut
 _DUMMY_INPUT_SCALES = {"e4m3": 16 / 448, "int8": 16 / 127}  # activations of such are around one
 
 
-class Fp8Scheme:
-    def __init__(self, spec: Fp8Spec) -> None:
+class EightBitScheme:
+    def __init__(self, spec: EightBitSpec) -> None:
         self._spec = spec
 
     def create(
@@ -129,14 +129,15 @@ class Fp8Scheme:
         return new_parameter(size, torch.float32, device, pieces, typical=(dummy, 0.0))
 
 
-class Fp8Experts:
-    """As `Fp8Scheme`. Scales of whole matrices become one per output: those of gate and up differ.
+class EightBitExperts:
+    """As `EightBitScheme`. Scales of whole matrices become one per output: those of gate and up
+    differ.
 
     Of the scales of static inputs the largest counts, of all experts: their input is one and the
     same, and of what the gates make nothing overflows either.
     """
 
-    def __init__(self, spec: Fp8Spec) -> None:
+    def __init__(self, spec: EightBitSpec) -> None:
         self._spec = spec
 
     @property
@@ -155,18 +156,18 @@ class Fp8Experts:
                 (num_slots, outputs, inputs), _DTYPES[self._spec.numbers], device, pieces,
                 typical=(0.0, _DUMMY_SPREADS[self._spec.numbers]),
             )  # fmt: skip
-            scale = self._weight_scale(num_slots, outputs, inputs, pieces, device)
+            scale = self._weight_scale(shape, outputs, inputs, pieces, device)
             setattr(part, self._spec.scale_name, scale)
             if self._spec.inputs == "static":
                 dummy = _DUMMY_INPUT_SCALES[self._spec.numbers]
-                part.input_scale = _scale_per_expert(num_slots, pieces, device, dummy)
+                part.input_scale = _scale_per_expert(shape, pieces, device, dummy)
         create_expert_biases(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
         for part in (layer.gate_up, layer.down):
             weight, scale, input_scale = self._loaded(part)
             inputs = input_format(self._spec, input_scale)
-            part.weight = ExpertWeights(weight, weight.shape[2], scale, inputs)
+            part.weight = ExpertWeights(weight, weight.shape[2], scale, inputs, layer.has_all)
 
     def _loaded(self, part: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """(values, scales, the scale of static inputs) of what was loaded, and is no more there."""
@@ -189,7 +190,7 @@ class Fp8Experts:
 
     def _weight_scale(
         self,
-        num_slots: int,
+        shape: ExpertsShape,
         outputs: int,
         inputs: int,
         pieces: tuple[Piece, ...],
@@ -198,25 +199,25 @@ class Fp8Experts:
         dummy = 1 / (_DUMMY_SPREADS[self._spec.numbers] * math.sqrt(inputs))
         match self._spec.weights:
             case "tensor":
-                return _scale_per_expert(num_slots, pieces, device, dummy)
+                return _scale_per_expert(shape, pieces, device, dummy)
             case "channel":
                 pieces = tuple(Piece(piece.shares[:2]) for piece in pieces)
-                size: tuple[int, ...] = (num_slots, outputs)
+                size: tuple[int, ...] = (shape.num_slots, outputs)
             case "block":
                 pieces = tuple(
                     Piece((piece.shares[0], *map(_in_blocks, piece.shares[1:]))) for piece in pieces
                 )
-                size = (num_slots, *(share.target.stop for share in pieces[-1].shares[1:]))
+                size = (shape.num_slots, *(share.target.stop for share in pieces[-1].shares[1:]))
             case _:
                 raise AssertionError(self._spec)
         return new_parameter(size, torch.float32, device, pieces, typical=(dummy, 0.0))
 
 
 def _scale_per_expert(
-    num_slots: int, pieces: tuple[Piece, ...], device: torch.device, dummy: float
+    shape: ExpertsShape, pieces: tuple[Piece, ...], device: torch.device, dummy: float
 ) -> PlacedParameter:
     """One number for each matrix of each slot."""
-    num_parts = len(pieces) // num_slots
+    num_parts = len(pieces) // shape.num_experts
     placed = tuple(
         Piece(
             (
@@ -226,11 +227,11 @@ def _scale_per_expert(
         )
         for number, piece in enumerate(pieces)
     )
-    size = (num_slots, num_parts)
+    size = (shape.num_slots, num_parts)
     return new_parameter(size, torch.float32, device, placed, typical=(dummy, 0.0))
 
 
-def input_format(spec: Fp8Spec, scale_1: Tensor | None) -> InputFormat:
+def input_format(spec: EightBitSpec, scale_1: Tensor | None) -> InputFormat:
     """What products with weights of this kind want; `scale_1` is that of static inputs."""
     is_float = spec.numbers == "e4m3"
     match spec.inputs:
