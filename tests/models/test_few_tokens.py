@@ -13,7 +13,7 @@ from penstock.kernels.attention.backend import get_backend
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.quant import fp8, none
+from penstock.quant import eight_bits, none
 from penstock.weights.load import load_weights
 
 
@@ -34,7 +34,7 @@ def test_few_tokens_give_the_same_logits(kind, tmp_path, monkeypatch) -> None:
         folder = make_checkpoint(tmp_path / "model", kind.split()[0], **biases)
     expected = logits_of(folder)
 
-    scheme, calls = fp8 if kind.startswith("fp8") else none, []
+    scheme, calls = eight_bits if kind.startswith("fp8") else none, []
     gated_linear = scheme.gated_linear
     monkeypatch.setattr(scheme, "gated_linear", lambda *a: calls.append(a) or gated_linear(*a))
     monkeypatch.setattr(scheme, "gates_with_product", lambda layer, num_tokens: num_tokens <= 4)
