@@ -6,17 +6,18 @@ Light like `bench_flags`. What sets a field of the engine is a table, as in `fla
 import argparse
 from pathlib import Path
 
-from penstock.cli.flags import Flag, add_flags, without_field
+from penstock.cli.flags import FLAGS, Flag, add_flags, without_field
 from penstock.config.trtllm_fields import ignored, rejected
 
 _TEXT_ONLY = rejected("only text models are run")
-_NO_CODE = rejected("code named on the command line is not loaded")
 _NO_LORA = rejected("there are no LoRA adapters yet", -1)
 
+_AS_SERVED = (
+    *("max_batch_size", "max_num_tokens", "max_seq_len", "revision", "dtype", "load_format"),
+    *("num_threads", "custom_tokenizer", "backend", "custom_module_dirs", "telemetry"),
+)
 ENGINE_FLAGS: tuple[Flag, ...] = (
-    Flag("max_batch_size", "int", "most sequences in one step"),
-    Flag("max_num_tokens", "int", "most tokens in one step"),
-    Flag("max_seq_len", "int", "most tokens of one request, prompt and answer"),
+    *(flag for flag in FLAGS if flag.field in _AS_SERVED),
     Flag(
         "kv_cache_free_gpu_mem_fraction kv_cache_free_gpu_memory_fraction",
         "float",
@@ -31,24 +32,16 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         path="moe_expert_parallel_size",
     ),
     Flag("enable_chunked_context", "switch", "the default", path="enable_chunked_prefill"),
-    Flag("revision", "text", "branch, tag or commit of the model"),
-    Flag("dtype", "text", "auto, bfloat16, float16 or float32"),
-    Flag("load_format", "text", "auto, or dummy for random weights"),
-    Flag("num_threads", "int", "CPU threads of each engine process"),
     Flag("pp pp_size", "int", path="pipeline_parallel_size"),
     Flag("cluster_size", "int", path="moe_cluster_parallel_size"),
     Flag("beam_width", "int", path="max_beam_width"),
-    Flag("custom_tokenizer", "text"),
-    without_field("backend", "text", ignored("there is one backend", "pytorch")),
     without_field("engine_dir", "text", rejected("weights are read; there are no built engines")),
-    without_field("custom_module_dirs", "text", _NO_CODE),
     without_field("medusa_choices", "text", rejected("there is no speculative decoding yet")),
     without_field("modality", "text", _TEXT_ONLY),
     without_field("image_data_format", "text", ignored("only text models are run", "pt")),
     without_field("data_device", "text", ignored("only text models are run", "cuda")),
     without_field("max_input_len", "int", ignored("it bounds pictures; only text is run", 4096)),
     without_field("workspace", "text", ignored("nothing is written there")),
-    without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
 )
 PREPARE_FLAGS: tuple[Flag, ...] = (
     without_field("task_id", "int", _NO_LORA),
