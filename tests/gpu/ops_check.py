@@ -71,8 +71,8 @@ def check_attention() -> int:
             for wrong in tried(lambda args=args: compare(args)):
                 print(f"FAIL attention {case} {dtype}: {wrong}", flush=True)
             num_run += 1
-    for why in triton_prefill._unusable:
-        print(f"FAIL attention: the kernel for Hopper was given up: {why}", flush=True)
+    if triton_prefill._HOPPER.module(torch.empty(0, device="cuda")) is None:
+        print("FAIL attention: the kernel for Hopper was given up, see above", flush=True)
     return num_run
 
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 import triton
-from op_cases import OP_CASES, AttentionCase, decodes, make_attention, prefills, sink_cases
+from op_cases import (
+    OP_CASES,
+    AttentionCase,
+    decodes,
+    experts_case,
+    make_attention,
+    prefills,
+    sink_cases,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -100,6 +108,15 @@ def compile_hopper_prefill(device: torch.device) -> None:
         )  # fmt: skip
 
 
+def compile_hopper_mxfp4(device: torch.device) -> None:
+    from penstock.kernels.moe import hopper_mxfp4
+
+    for bias in (False, True):
+        args = experts_case(6, 4, 2, 64, 64, format="mxfp4", bias=bias).make(torch.bfloat16, device)
+        for rows in hopper_mxfp4.CONFIGS:
+            hopper_mxfp4.experts(*args, rows=rows)
+
+
 def main() -> None:
     JITFunction.run = compile_instead
     pdl.launch_options = lambda x: {"PDL": True, "launch_pdl": True}
@@ -124,6 +141,7 @@ def main() -> None:
     ):
         get_backend("triton").attend(*make_attention(case, dtype, device).unpack())
     compile_hopper_prefill(device)
+    compile_hopper_mxfp4(device)
     compile_sampling(dtype, device)
     print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
 

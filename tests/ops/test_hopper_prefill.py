@@ -4,11 +4,11 @@ import gc
 import logging
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hopper_stand_in import StandIn, failing
 from op_cases import make_attention, prefills
 
 from penstock.kernels.attention.backend import get_backend
@@ -18,14 +18,6 @@ pytest.importorskip("triton.experimental.gluon")
 from penstock.kernels.attention import hopper_prefill, triton_prefill
 
 CASE = prefills((20, 37), (9, 9))
-
-
-@pytest.fixture(autouse=True)
-def fresh_choice(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_prefill, "_unusable", [])
-    triton_prefill._hopper.cache_clear()
-    yield
-    triton_prefill._hopper.cache_clear()
 
 
 def _cache(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -81,40 +73,12 @@ def test_a_descriptor_keeps_no_memory() -> None:
     assert storage() is None
 
 
-def test_a_gpu_of_another_kind_never_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arch, is_taken in ((0, False), (80, False), (90, True), (100, False), (120, False)):
-        monkeypatch.setattr(triton_prefill, "probe", lambda a=arch: SimpleNamespace(arch=a))
-        triton_prefill._hopper.cache_clear()
-        assert (triton_prefill._hopper(True) is hopper_prefill) == is_taken
-        assert triton_prefill._hopper(False) is None
-
-
-@pytest.mark.parametrize("error", [ImportError("no gluon"), AttributeError("async_load")], ids=str)
-def test_a_triton_without_its_language_is_reported_once(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(name: str) -> None:
-        raise error
-
-    monkeypatch.setattr(triton_prefill, "probe", lambda: SimpleNamespace(arch=90))
-    monkeypatch.setattr(triton_prefill.importlib, "import_module", fail)
-    with caplog.at_level(logging.WARNING):
-        assert [triton_prefill._hopper(True) for _ in range(3)] == [None] * 3
-    (record,) = caplog.records
-    assert str(error) in record.getMessage()
-
-
 def test_after_one_failure_the_other_kernel_attends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: torch.device
 ) -> None:
-    calls = []
-
-    def fail(*args: Any) -> None:
-        calls.append(args)
-        raise RuntimeError("PassManager::run failed")
-
-    broken = SimpleNamespace(fits=lambda q, k: True, prefill=fail)
-    monkeypatch.setattr(triton_prefill, "_hopper", _always(broken))
+    calls: list[Any] = []
+    broken = StandIn(fits=lambda q, k: True, prefill=failing(calls))
+    monkeypatch.setattr(triton_prefill, "_HOPPER", broken)
     args = make_attention(CASE, torch.float32, device)
     with caplog.at_level(logging.WARNING):
         found = [get_backend("triton").attend(*args.unpack()) for _ in range(2)]
@@ -130,8 +94,8 @@ def test_it_is_given_what_the_other_kernel_would_be(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     given: list[tuple[Any, ...]] = []
-    fake = SimpleNamespace(fits=lambda q, k: True, prefill=lambda *args: given.append(args))
-    monkeypatch.setattr(triton_prefill, "_hopper", _always(fake))
+    fake = StandIn(fits=lambda q, k: True, prefill=lambda *args: given.append(args))
+    monkeypatch.setattr(triton_prefill, "_HOPPER", fake)
     args = make_attention(replace(CASE, sinks=True), torch.float32, device)
     out = get_backend("triton").attend(*args.unpack())
     batch = args.batch
@@ -146,8 +110,8 @@ def test_it_is_given_what_the_other_kernel_would_be(
 def test_a_given_configuration_is_one_of_the_other_kernel(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    fake = SimpleNamespace(fits=lambda q, k: pytest.fail("asked"))
-    monkeypatch.setattr(triton_prefill, "_hopper", _always(fake))
+    fake = StandIn(fits=lambda q, k: pytest.fail("asked"))
+    monkeypatch.setattr(triton_prefill, "_HOPPER", fake)
     args = make_attention(CASE, torch.float32, device)
     batch, out = args.batch, torch.full_like(args.q_THD, torch.nan)
     triton_prefill.prefill(
@@ -156,13 +120,3 @@ def test_a_given_configuration_is_one_of_the_other_kernel(
         triton_prefill.PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2),
     )  # fmt: skip
     assert out.isfinite().all()
-
-
-def _always(module: Any) -> Any:
-    """In place of `_hopper`, with its cache's method."""
-
-    def found(is_cuda: bool) -> Any:
-        return module
-
-    found.cache_clear = lambda: None  # type: ignore[attr-defined]
-    return found

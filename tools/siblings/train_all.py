@@ -23,7 +23,7 @@ FORMATS = {
     "qwen3_next": "chatml",
 }
 # after so many steps the light ones know their skills and leave the GPU to the other two
-STEPS = {"llama": 4500, "qwen2_moe": 4500, "deepseek_v3": 4500}
+STEPS = {"llama": 8000, "qwen2_moe": 8000, "deepseek_v3": 7000}
 POLL_S = 1.0
 REPORT_S = 30.0
 

@@ -28,12 +28,15 @@ class Needs:
 
     kind: str  # "cuda" or "cpu"
     min_arch: int = 0
+    max_arch: int = 0  # 0: any
     native: bool = False
 
     def missing(self) -> str | None:
         """What this machine lacks, for good; None when it has everything."""
         if self.min_arch and (found := probe().arch) < self.min_arch:
             return f"needs sm_{self.min_arch}, this is sm_{found}"
+        if self.max_arch and (found := probe().arch) > self.max_arch:
+            return f"is for sm_{self.max_arch} at most, this is sm_{found}"
         if self.native and library() is None:
             return "needs the native library"
         return None
@@ -42,6 +45,11 @@ class Needs:
 def arch(minimum: int) -> Needs:
     """A CUDA device of at least this compute capability: 80 is sm_80."""
     return Needs("cuda", minimum)
+
+
+def hopper() -> Needs:
+    """A CUDA device of that generation and no other."""
+    return Needs("cuda", 90, 99)
 
 
 def cpu() -> Needs:

@@ -54,7 +54,7 @@ class Router(nn.Module):
         """After loading: a GPU multiplies numbers of the model's dtype as such, a CPU in fp32."""
         if self.weight.is_cuda:
             weight_ED = in_dtype_without_loss(self.weight, self.dtype)
-            self.weight = nn.Parameter(weight_ED, requires_grad=False)
+            self.weight = nn.Parameter(weight_ED.detach(), requires_grad=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return router_logits(x_TD, self.weight, self.bias)

@@ -33,9 +33,9 @@ class GraphPool:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
 
     def capture(self, step: GraphStep, inputs: Tensor) -> "_Captured":
+        self._stream.wait_stream(torch.cuda.current_stream())  # which may still write the inputs
         with torch.cuda.stream(self._stream):
             step(inputs)  # compiles kernels and grows workspaces outside the capture
         torch.cuda.current_stream().wait_stream(self._stream)

@@ -12,9 +12,6 @@ Legend: T tokens, N sequences, H query heads, K kv heads, G = H / K, D head size
 per block.
 """
 
-import functools
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
@@ -23,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -32,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.triton_decode import LOG2_E
+from penstock.kernels.gluon_tools import copy, descriptor, view
 from penstock.kernels.pdl import launch_options
 
 HEAD_SIZE = 128
@@ -42,12 +39,6 @@ _PANEL = gl.constexpr(64)  # channels that lie side by side in shared memory: 12
 _ATOM = gl.constexpr(8)  # rows after which the order of a panel's bytes repeats
 _HALF = gl.constexpr(64)  # rows of one group of warps
 _ROWS = gl.constexpr(128)
-
-# Named differently by Triton 3.6 and later ones.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
-    gl.shared_memory_descriptor._reinterpret
-)
 
 
 @gluon.jit
@@ -65,7 +56,7 @@ def _copy_tile(
         row = gl.where(inside, block * rows_per_block + head_row, desc.shape[0])
         for p in gl.static_range(PANELS):
             box = boxes.index((stage * PANELS + p) * BLOCKS + b)
-            _copy(desc, [row, p * _PANEL], barrier, box)
+            copy(desc, [row, p * _PANEL], barrier, box)
 
 
 @gluon.jit
@@ -266,9 +257,9 @@ def _prefill(
         k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], SHARED)
         v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], SHARED)
         PANELS: gl.constexpr = STAGES * (D // _PANEL)
-        k_boxes = _view(k_tiles, DTYPE, [PANELS * (BN // S), S, _PANEL], SHARED)
-        v_boxes = _view(v_tiles, DTYPE, [PANELS * (BN // S), S, _PANEL], SHARED)
-        v_atoms = _view(v_tiles, DTYPE, [PANELS * (BN // _ATOM), _ATOM, _PANEL], SHARED)
+        k_boxes = view(k_tiles, DTYPE, [PANELS * (BN // S), S, _PANEL], SHARED)
+        v_boxes = view(v_tiles, DTYPE, [PANELS * (BN // S), S, _PANEL], SHARED)
+        v_atoms = view(v_tiles, DTYPE, [PANELS * (BN // _ATOM), _ATOM, _PANEL], SHARED)
         k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -317,36 +308,13 @@ def _prefill(
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """Stands for a tensor in a descriptor, which thus does not keep the tensor's memory."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-@functools.lru_cache(maxsize=4096)  # two for each layer
-def _descriptor(
-    address: int, dtype: torch.dtype, num_rows: int, block_size: int
-) -> TensorDescriptor:
-    return TensorDescriptor(
-        _Address(address, dtype),
-        [num_rows, HEAD_SIZE],
-        [HEAD_SIZE, 1],
-        [block_size, _PANEL.value],
-        gl.NVMMASharedLayout(128, 16),
-    )
-
-
 def describe(cache_BKSD: Tensor) -> TensorDescriptor:
     """The cache as rows of one head each; copied at once are the rows of a block of one kv head."""
     num_blocks, num_kv_heads, block_size, head_size = cache_BKSD.shape
     rows_per_block = cache_BKSD.stride(0) // head_size
     num_rows = (num_blocks - 1) * rows_per_block + num_kv_heads * block_size
-    return _descriptor(cache_BKSD.data_ptr(), cache_BKSD.dtype, num_rows, block_size)
+    layout = gl.NVMMASharedLayout(128, 16)
+    return descriptor(cache_BKSD, (num_rows, head_size), (block_size, _PANEL.value), layout)
 
 
 def fits(q_THD: Tensor, k_cache_BKSD: Tensor) -> bool:

@@ -8,25 +8,20 @@ per block.
 """
 
 import functools
-import importlib
 from dataclasses import dataclass
-from types import ModuleType
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock import log
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.triton_decode import LOG2_E
-from penstock.kernels.device import probe
+from penstock.kernels.hopper import HopperKernels
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _LOG2_E = tl.constexpr(LOG2_E)
-_HOPPER = 9
-_log = log.get(__name__)
-_unusable: list[str] = []  # why the kernel for Hopper is not tried again
+_HOPPER = HopperKernels("penstock.kernels.attention.hopper_prefill", "prompts are attended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,27 +174,6 @@ def _prefill(
     tl.store(out_ptr + (tokens * (K * G) + heads)[:, None] * D + cols, out, mask=inside)
 
 
-@functools.cache
-def _hopper(is_cuda: bool) -> ModuleType | None:
-    """The kernel for this GPU, if it is a Hopper. Its language is one that Triton still changes."""
-    if not is_cuda or probe().arch // 10 != _HOPPER:
-        return None
-    try:
-        return importlib.import_module("penstock.kernels.attention.hopper_prefill")
-    except (ImportError, AttributeError) as error:
-        _give_up(error)
-        return None
-
-
-def _give_up(error: Exception) -> None:
-    what = " ".join(str(error).split())  # a compiler shows the source first, over many lines
-    _unusable.append(f"{type(error).__name__}: {what[-400:]}")
-    _log.warning(
-        "prompts are attended by the slower kernel, as this Triton (%s) cannot build the one for "
-        "Hopper: %s", triton.__version__, _unusable[-1],
-    )  # fmt: skip
-
-
 def prefill(
     q_THD: Tensor,
     k_cache_BKSD: Tensor,
@@ -224,7 +198,7 @@ def prefill(
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
     assert q_THD.stride()[1:] == (head_size, 1) and out_THD.is_contiguous(), q_THD.stride()
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
-    hopper = None if config is not None or _unusable else _hopper(q_THD.is_cuda)
+    hopper = _HOPPER.module(q_THD) if config is None else None
     if hopper is not None and hopper.fits(q_THD, k_cache_BKSD):
         try:
             hopper.prefill(
@@ -233,7 +207,7 @@ def prefill(
             )  # fmt: skip
             return
         except Exception as error:  # of a lost device: the launch below meets it again
-            _give_up(error)
+            _HOPPER.give_up(error)
     c = config or prefill_config(
         num_heads, num_kv_heads, head_size, q_THD.element_size(), k_cache_BKSD.element_size()
     )

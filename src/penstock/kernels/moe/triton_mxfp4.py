@@ -18,16 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
+from penstock.kernels.hopper import HopperKernels
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.moe.triton_tiles import gate_of, halves, mxfp4_pairs
+from penstock.kernels.moe.triton_tiles import factors_of, gate_of, halves, mxfp4_pairs, scaled_pairs
 from penstock.kernels.moe.weights import ExpertWeights
-from penstock.kernels.op import arch
+from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 MAX_UNSORTED = 4  # tokens; so few seldom share an expert
+_HOPPER = HopperKernels("penstock.kernels.moe.hopper_mxfp4", "experts in MXFP4 are computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +47,13 @@ class Mxfp4Config:
 @triton.jit
 def _numbers(words, powers, J: tl.constexpr, AS_BF16: tl.constexpr):
     """[R, 16, 2]: 2^-32 times the values of the J-th group of inputs."""
-    pairs, power = mxfp4_pairs(words, J), (powers >> (8 * J)) & 255
+    pairs = mxfp4_pairs(words, J)
     if AS_BF16:
-        factors = tl.broadcast_to((power * 0x00800080)[:, None], pairs.shape)
-        pairs = tl.inline_asm_elementwise(
-            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
-            "=r,r,r", [pairs, factors], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+        pairs = scaled_pairs(pairs, tl.broadcast_to(factors_of(powers, J)[:, None], pairs.shape), J)
         low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        factor = (power << 23).to(tl.float32, bitcast=True)[:, None]
+        factor = (((powers >> (8 * J)) & 255) << 23).to(tl.float32, bitcast=True)[:, None]
         low, high = halves(pairs)
         low, high = low * factor, high * factor
     return tl.join(low, high)
@@ -241,6 +239,36 @@ def _multiply(
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(x),
     )  # fmt: skip
     return out
+
+
+def _fits_hopper(x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
+    kernels = _HOPPER.module(x_TD) if x_TD.shape[0] > MAX_UNSORTED else None
+    return kernels is not None and kernels.fits(x_TD, gate_up, down)
+
+
+@experts.impl(
+    "hopper mxfp4",
+    needs=hopper(),
+    fits=lambda x_TD, slots_TK, weights_TK, gate_up, down, *_: _fits_hopper(x_TD, gate_up, down),
+)
+def experts_mxfp4_on_hopper(
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    gate_up_bias_S2F: Tensor | None,
+    down_bias_SD: Tensor | None,
+    gate: Gate,
+) -> Tensor:
+    args = (x_TD, slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate)
+    if (kernels := _HOPPER.module(x_TD)) is not None:
+        try:
+            y_TD: Tensor = kernels.experts(*args)
+            return y_TD
+        except Exception as error:  # of a lost device: the launches below meet it again
+            _HOPPER.give_up(error)
+    return experts_mxfp4(*args)
 
 
 @experts.impl(

@@ -6,9 +6,10 @@ output. Word 4 t + c has input 32 j + 8 c + 2 t of them as the j-th code of its 
 one behind it as that of its upper half: four words in a row are what one thread of a tensor core's
 tile must have. Inputs are filled up with zeros to whole tiles.
 
-The 16 bits of a half are such that a shift and a mask make a code a bfloat16, with its sign nine
-bits above exponent and mantissa. From the highest: s2 s3 m3 s1 e3 e3 s0 e2 e2 m2 e1 e1 m1 e0 e0 m0;
-the fourth code fills the gaps. Four powers of two lie in a word, each as the exponent of a bfloat16
+The bits of a word are such that turning it and a mask make two codes two bfloat16, with their signs
+nine bits above exponents and mantissas. From a half's highest: s3 e2 e2 m2 s0 e1 e1 m1 e3 m3 s2 e0
+e0 m0 s1 e3, where s1 and s2 are those of the other half; of the fourth code, which fills the gaps,
+one bit is moved by itself. Four powers of two lie in a word, each as the exponent of a bfloat16
 that is 2^-32 times as large: so products with codes stay in range for powers up to 2^33, the most
 there can be.
 
@@ -32,8 +33,8 @@ MXFP4_GROUP = 32  # inputs that share a scale
 TILE = 128  # inputs of 16 words
 _WORDS = 16
 _SLOTS_AT_ONCE = 8
-_PLACES = ((0, 1, 2, 9), (3, 4, 5, 12), (6, 7, 8, 15), (13, 10, 11, 14))
-"""Of the bits of the four codes of a half, mantissa first, sign last."""
+_PLACES = ((2, 3, 4, 11), (8, 9, 10, 17), (12, 13, 14, 21), (6, 7, 0, 15))
+"""Of the bits of a half's four codes, mantissa first, sign last; counted around the word."""
 _MAX_SCALE = 160
 _POWER_BIAS = 94  # 127 - 32 - 1: codes are read as 2^-126 times their value
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes; with the highest bit, negative
@@ -132,13 +133,13 @@ def pack_mxfp4(blocks_SOB: Tensor, scales_SOG: Tensor, has_all: bool = True) -> 
 @functools.cache
 def _spread_bytes() -> Tensor:
     """[4, 256]: the bits of a word that are the j-th codes of its halves, by the byte of both."""
-    codes_2C = torch.stack((torch.arange(256) & 15, torch.arange(256) >> 4)).int()
-    return torch.stack(
-        [
-            torch.stack([((codes_2C >> bit) & 1) << at for bit, at in enumerate(places)]).sum(0)
-            for places in _PLACES
-        ]
-    ).mul(torch.tensor([[1], [1 << 16]])).sum(1).int()  # fmt: skip
+    pairs_C = torch.arange(256)
+    spread_JC = torch.zeros(4, 256, dtype=torch.int64)
+    for j, places in enumerate(_PLACES):
+        for bit, at in enumerate(places):
+            spread_JC[j] |= ((pairs_C >> bit) & 1) << at
+            spread_JC[j] |= ((pairs_C >> (4 + bit)) & 1) << (at + 16) % 32
+    return spread_JC.int()
 
 
 def _packed_words(blocks_SOB: Tensor, num_tiles: int, spread_JC: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ def _unpacked(words_NOW: Tensor, scale_NO: Tensor) -> Tensor:
     """[O, I] in float32, inputs of whole tiles."""
     words_ONW = _transposed(words_NOW.transpose(0, 1))
     codes = [
-        torch.stack([((words_ONW >> (half + at)) & 1) << bit for bit, at in enumerate(places)])
+        torch.stack([((words_ONW >> (at + half) % 32) & 1) << bit for bit, at in enumerate(places)])
         for places in _PLACES
         for half in (0, 16)
     ]

@@ -1,0 +1,360 @@
+"""Experts in MXFP4 on Hopper, where warps have different jobs: for as many tokens as are sorted.
+
+One warp copies words, scales and inputs into shared memory, by descriptors (TMA) and a tile of 128
+inputs at a time; four warps make codes bfloat16 in registers and multiply them there. A program has
+two slabs of a block's expert, of 64 rows each. Their first and second 32 rows lie `apart` rows from
+each other: with a gate they are the gate's and what it multiplies, and either half of a slab is
+what all threads of a tensor core's tile hold in common.
+
+What results is that of `triton_mxfp4`, up to rounding. Triton's interpreter cannot run this:
+tests/gpu compares it.
+
+Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pairs, M pairs of a
+block, D inputs, N outputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.kernels.gluon_tools import copy, descriptor, view
+from penstock.kernels.moe.gate import Gate
+from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
+from penstock.kernels.moe.triton_sum import sum_parts
+from penstock.kernels.moe.triton_tiles import factors_of, gate_of, mxfp4_pairs, scaled_pairs
+from penstock.kernels.moe.weights import TILE, ExpertWeights
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+
+_gate_of = gluon.jit(gate_of.fn)
+_pairs = gluon.jit(mxfp4_pairs.fn)
+_factors_of = gluon.jit(factors_of.fn)
+_scaled_pairs = gluon.jit(scaled_pairs.fn)
+_HALF = gl.constexpr(32)  # rows of half a slab
+_LINE = gl.constexpr(256)  # words that lie side by side in a box: those of 16 rows
+_PANEL = gl.constexpr(64)  # inputs that lie side by side in shared memory: 128 bytes
+_TILE = gl.constexpr(TILE)
+_LINE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """Launch shape of both products."""
+
+    stages: int  # tiles on the way; even
+    band: int  # blocks of pairs that follow each other before the next outputs
+    registers: int  # of a thread on average; they decide how many programs run at a time
+
+
+CONFIGS = {  # by pairs of a block
+    16: HopperConfig(stages=4, band=1, registers=80),
+    32: HopperConfig(stages=4, band=1, registers=80),
+    64: HopperConfig(stages=4, band=4, registers=128),
+    128: HopperConfig(stages=2, band=4, registers=128),
+}
+
+
+@gluon.jit
+def _numbers(words, powers, J: gl.constexpr):
+    """[32, 16, 2]: 2^-32 times the values of the J-th group of inputs."""
+    factors, pairs = gl.broadcast(_factors_of(powers, J)[:, None], _pairs(words, J))
+    pairs = _scaled_pairs(pairs, factors, J)
+    low = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _left(words0, words1, powers0, powers1, PANEL: gl.constexpr, LAYOUT: gl.constexpr):
+    """[64, 64]: a slab's numbers of the first or second half of a tile's inputs."""
+    J: gl.constexpr = 2 * PANEL
+    first = gl.join(_numbers(words0, powers0, J), _numbers(words0, powers0, J + 1))
+    second = gl.join(_numbers(words1, powers1, J), _numbers(words1, powers1, J + 1))
+    # [warp, row, word / 4, word % 4, neighbour, group, half of the slab]
+    parts = gl.join(first, second).reshape([4, 8, 4, 4, 2, 2, 2])
+    parts = parts.permute([0, 6, 1, 5, 3, 2, 4])
+    return gl.convert_layout(parts.reshape([64, _PANEL]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply_slab(
+    acc, w_tiles, p_tiles, x0, x1, at, LEFT: gl.constexpr, WORDS: gl.constexpr
+):  # fmt: skip
+    """Two products on their way, and what must live until they are done."""
+    POWERS: gl.constexpr = gl.SliceLayout(1, WORDS)
+    words0, words1 = w_tiles.index(at).load(WORDS), w_tiles.index(at + 2).load(WORDS)
+    powers0, powers1 = p_tiles.index(at).load(POWERS), p_tiles.index(at + 2).load(POWERS)
+    a = _left(words0, words1, powers0, powers1, 0, LEFT)
+    acc = warpgroup_mma(a, x0, acc, is_async=True)
+    b = _left(words0, words1, powers0, powers1, 1, LEFT)
+    acc = warpgroup_mma(b, x1, acc, is_async=True)
+    return acc, a, b
+
+
+@gluon.jit
+def _multiply_tile(
+    acc0, acc1, w_tiles, p_tiles, x_panels, full, empty, stage, phase,
+    LEFT: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    mbarrier.wait(full.index(stage), phase)
+    x0 = x_panels.index(stage * 2).permute((1, 0))
+    x1 = x_panels.index(stage * 2 + 1).permute((1, 0))
+    acc0, a, b = _multiply_slab(acc0, w_tiles, p_tiles, x0, x1, stage * 4, LEFT, WORDS)
+    acc1, c, d = _multiply_slab(acc1, w_tiles, p_tiles, x0, x1, stage * 4 + 1, LEFT, WORDS)
+    acc0, acc1, a, b, c, d = warpgroup_mma_wait(0, deps=(acc0, acc1, a, b, c, d))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return acc0, acc1
+
+
+@gluon.jit
+def _finish(
+    acc, bias_ptr, weights_ptr, y_ptr, pairs_ptr, slot, block, first, apart, num_pairs, N,
+    alpha, shift, limit, IS_GATED: gl.constexpr, M: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Writes a slab: with a gate the 32 outputs from `first` in the order of blocks, else those
+    from `first` and from `first + apart` of each pair, times its weight."""
+    parts = (acc * 4294967296.0).reshape([4, 2, 8, M]).permute([0, 2, 3, 1])
+    low, high = gl.split(parts.reshape([_HALF, M, 2]))
+    LAYOUT: gl.constexpr = low.type.layout
+    outputs = first + gl.arange(0, _HALF, layout=gl.SliceLayout(1, LAYOUT))
+    places = gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))
+    pairs = gl.load(pairs_ptr + block * M + places)
+    is_pair = pairs < num_pairs
+    num_rows = 2 * N if IS_GATED else N
+    is_low = outputs < N
+    is_high = outputs + apart < num_rows
+    if HAS_BIAS:
+        bias_ptr += slot * num_rows + outputs
+        low += gl.load(bias_ptr, mask=is_low, other=0.0).to(gl.float32)[:, None]
+        high += gl.load(bias_ptr + apart, mask=is_high, other=0.0).to(gl.float32)[:, None]
+    if IS_GATED:
+        y = _gate_of(low, high, alpha, shift, limit).to(y_ptr.dtype.element_ty)
+        to = (block * M + places).to(gl.int64)[None, :] * N + outputs[:, None]
+        gl.store(y_ptr + to, y, mask=is_low[:, None] & is_pair[None, :])
+    else:
+        weights = gl.load(weights_ptr + pairs, mask=is_pair, other=0.0)[None, :]
+        low, high = (low * weights).to(y_ptr.dtype.element_ty), high * weights
+        to = pairs.to(gl.int64)[None, :] * N + outputs[:, None]
+        gl.store(y_ptr + to, low, mask=is_low[:, None] & is_pair[None, :])
+        high = high.to(y_ptr.dtype.element_ty)
+        gl.store(y_ptr + to + apart, high, mask=is_high[:, None] & is_pair[None, :])
+
+
+@gluon.jit
+def _compute(
+    w_tiles, p_tiles, x_panels, full, empty, bias_ptr, weights_ptr, y_ptr, pairs_ptr, slot, block,
+    first, apart, num_tiles, num_pairs, N, alpha, shift, limit,
+    IS_GATED: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    acc0, acc1 = gl.zeros([64, M], gl.float32, MMA), gl.zeros([64, M], gl.float32, MMA)
+    stage, phase = 0, 0
+    for _ in range(num_tiles // 2):  # two in a row need fewer instructions each
+        for i in gl.static_range(2):
+            acc0, acc1 = _multiply_tile(
+                acc0, acc1, w_tiles, p_tiles, x_panels, full, empty, stage + i, phase, LEFT, WORDS
+            )
+        stage += 2
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
+    if num_tiles % 2 == 1:
+        acc0, acc1 = _multiply_tile(
+            acc0, acc1, w_tiles, p_tiles, x_panels, full, empty, stage, phase, LEFT, WORDS
+        )
+    _finish(
+        acc0, bias_ptr, weights_ptr, y_ptr, pairs_ptr, slot, block, first, apart, num_pairs, N,
+        alpha, shift, limit, IS_GATED, M, HAS_BIAS,
+    )  # fmt: skip
+    _finish(
+        acc1, bias_ptr, weights_ptr, y_ptr, pairs_ptr, slot, block, first + _HALF, apart, num_pairs,
+        N, alpha, shift, limit, IS_GATED, M, HAS_BIAS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load(
+    w_desc, p_desc, x_desc, w_boxes, p_boxes, x_panels, full, empty, first_row, apart, num_rows,
+    x_row, num_tiles, M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Both slabs' rows of a tile, in two boxes: those from `first_row` and those `apart` behind."""
+    BYTES: gl.constexpr = 4 * _HALF * (4 * 16 + 4) + 2 * M * _TILE
+    for j in range(num_tiles):
+        stage = j % STAGES
+        mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
+        barrier = full.index(stage)
+        mbarrier.expect(barrier, BYTES)
+        for half in gl.static_range(2):
+            row = first_row + j * num_rows + half * apart
+            copy(w_desc, [row // 16, 0], barrier, w_boxes.index(stage * 2 + half))
+            copy(p_desc, [row], barrier, p_boxes.index(stage * 2 + half))
+        for panel in gl.static_range(2):
+            at = [x_row, j * _TILE + panel * _PANEL]
+            copy(x_desc, at, barrier, x_panels.index(stage * 2 + panel))
+
+
+@gluon.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _mxfp4(
+    w_desc, p_desc, x_desc, bias_ptr, weights_ptr, y_ptr, slots_ptr, pairs_ptr, num_pairs,
+    num_blocks, S, N, num_rows, num_tiles, alpha, shift, limit,
+    IS_GATED: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `triton_mxfp4._mxfp4` of sorted pairs, with inputs in the order of blocks; num_rows is of
+    a slot's matrix. Gated outputs are in that order, too, others in the order of pairs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    OUTPUTS: gl.constexpr = 2 * _HALF if IS_GATED else 4 * _HALF
+    num_n = gl.cdiv(N, OUTPUTS)
+    band = gl.program_id(0) // (BAND * num_n)
+    height = gl.minimum(num_blocks - band * BAND, BAND)
+    within = gl.program_id(0) % (BAND * num_n)
+    block, first = band * BAND + within % height, within // height * OUTPUTS
+    slot = gl.load(slots_ptr + block)
+    if slot < S:
+        W: gl.constexpr = gl.NVMMASharedLayout(0, 32)
+        P: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
+        X: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+        # The same memory: boxes as they are copied, and tiles of 32 rows as they are read.
+        w_boxes = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 4, _LINE], W)
+        p_boxes = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 2 * _HALF], P)
+        ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        w_tiles = view(w_boxes, gl.int32, [STAGES * 4, _HALF, 16], ROWS)
+        p_tiles = view(p_boxes, gl.int32, [STAGES * 4, _HALF], ROW)
+        x_panels = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, M, _PANEL], X)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=1)
+        fence_async_shared()
+        apart = N if IS_GATED else 2 * _HALF
+        first_row = slot * (num_tiles * num_rows) + first
+        gl.warp_specialize(
+            [
+                (_compute, (
+                    w_tiles, p_tiles, x_panels, full, empty, bias_ptr, weights_ptr, y_ptr,
+                    pairs_ptr, slot.to(gl.int64), block, first, apart, num_tiles, num_pairs, N,
+                    alpha, shift, limit, IS_GATED, M, STAGES, HAS_BIAS,
+                )),
+                (_load, (
+                    w_desc, p_desc, x_desc, w_boxes, p_boxes, x_panels, full, empty, first_row,
+                    apart, num_rows, block * M, num_tiles, M, STAGES,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _gather(
+    x_ptr, pairs_ptr, y_ptr, num_pairs, stride_x, D,
+    K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[place] = x[token of the pair at that place]; what has no pair is left as it is."""
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pairs_ptr + place)
+    if pair < num_pairs:
+        channels = tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + (pair // K).to(tl.int64) * stride_x + channels, mask=channels < D)
+        tl.store(y_ptr + place * D + channels, x, mask=channels < D)
+
+
+def _gathered(x_TD: Tensor, pairs_BM: Tensor, num_pairs: int) -> Tensor:
+    """The inputs in the order of blocks."""
+    num_tokens, size = x_TD.shape
+    out = torch.empty((pairs_BM.numel(), size), dtype=x_TD.dtype, device=x_TD.device)
+    _gather[(pairs_BM.numel(),)](
+        x_TD, pairs_BM, out, num_pairs, x_TD.stride(0), size, K=num_pairs // num_tokens,
+        BLOCK=triton.next_power_of_2(size), num_warps=4, **launch_options(x_TD),
+    )  # fmt: skip
+    return out
+
+
+def _multiply(
+    x: Tensor,
+    weights: ExpertWeights,
+    bias_SN: Tensor | None,
+    weights_TK: Tensor,
+    slots_B: Tensor,
+    pairs_BM: Tensor,
+    c: HopperConfig,
+    gate: Gate | None = None,
+) -> Tensor:
+    """With a gate [B * M, N], else [P, N] weighted; `x` is in the order of blocks."""
+    assert weights.scale is not None
+    num_slots, num_tiles, num_rows, _ = weights.values.shape
+    num_blocks, rows = pairs_BM.shape
+    num_pairs, num_outputs = weights_TK.numel(), num_rows // (1 if gate is None else 2)
+    num_out = num_pairs if gate is None else x.shape[0]
+    out = torch.empty((num_out, num_outputs), dtype=x.dtype, device=x.device)
+    all_rows = num_slots * num_tiles * num_rows
+    lines = (all_rows // _LINE_ROWS, _LINE.value)
+    half = 2 * _HALF.value
+    w_desc = descriptor(weights.values, lines, (4, _LINE.value), gl.NVMMASharedLayout(0, 32))
+    p_layout = gl.NVMMASharedLayout(0, 32, rank=1)
+    p_desc = descriptor(weights.scale, (all_rows,), (half,), p_layout)
+    x_shape, x_box = (x.shape[0], x.shape[1]), (rows, _PANEL.value)
+    x_desc = descriptor(x, x_shape, x_box, gl.NVMMASharedLayout(128, 16))
+    alpha, shift, limit = (gate.alpha, gate.shift, gate.limit) if gate else (0.0, 0.0, 0.0)
+    _mxfp4[(triton.cdiv(num_outputs, 2 * half if gate is None else half) * num_blocks,)](
+        w_desc, p_desc, x_desc, weights_TK if bias_SN is None else bias_SN, weights_TK, out,
+        slots_B, pairs_BM, num_pairs, num_blocks, num_slots, num_outputs, num_rows, num_tiles,
+        alpha, shift, limit,
+        IS_GATED=gate is not None, M=rows, STAGES=c.stages, BAND=c.band,
+        HAS_BIAS=bias_SN is not None, num_warps=4, maxnreg=c.registers, **launch_options(x),
+    )  # fmt: skip
+    return out
+
+
+def fits(x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
+    """Whether the kernel can compute these, on a Hopper GPU."""
+    return (
+        x_TD.dtype == torch.bfloat16
+        and gate_up.format == down.format == "mxfp4"
+        and gate_up.num_outputs % (2 * _LINE_ROWS) == down.num_outputs % _LINE_ROWS == 0
+        and x_TD.shape[1] % 8 == 0
+    )
+
+
+def experts(
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    gate_up_bias_S2F: Tensor | None,
+    down_bias_SD: Tensor | None,
+    gate: Gate,
+    rows: int | None = None,
+    config: HopperConfig | None = None,
+) -> Tensor:
+    """As `kernels.moe.experts`, of what `fits`."""
+    assert slots_TK.is_contiguous() and weights_TK.is_contiguous()
+    num_pairs, num_slots = slots_TK.numel(), down.num_slots
+    rows = rows or rows_per_block(num_pairs, num_slots, gate_up.format)
+    c = config or CONFIGS[rows]
+    pairs_BM, slots_B = sorted_pairs(slots_TK, num_slots, rows)
+    x_sorted = _gathered(x_TD, pairs_BM, num_pairs)
+    shared = (weights_TK, slots_B, pairs_BM, c)
+    h_sorted = _multiply(x_sorted, gate_up, gate_up_bias_S2F, *shared, gate)
+    y_PD = _multiply(h_sorted, down, down_bias_SD, *shared)
+    masked_by = None if down.has_all else slots_TK
+    return sum_parts(y_PD[None], x_TD.shape[0], x_TD.dtype, masked_by, num_slots)
