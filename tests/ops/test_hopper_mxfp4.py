@@ -43,7 +43,6 @@ def test_takes_many_tokens_in_bfloat16_and_whole_lines_of_rows(
 
 def test_every_size_of_a_block_has_a_launch_shape() -> None:
     assert set(hopper_mxfp4.CONFIGS) == {16, 32, 64, 128}
-    assert all(config.stages % 2 == 0 for config in hopper_mxfp4.CONFIGS.values())
 
 
 def test_after_one_failure_the_other_kernel_computes(

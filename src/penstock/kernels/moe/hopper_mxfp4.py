@@ -52,7 +52,7 @@ _LINE_ROWS = 16
 class HopperConfig:
     """Launch shape of both products."""
 
-    stages: int  # tiles on the way; even
+    stages: int  # tiles on the way
     band: int  # blocks of pairs that follow each other before the next outputs
     registers: int  # of a thread on average; they decide how many programs run at a time
 
@@ -103,21 +103,6 @@ def _multiply_slab(
 
 
 @gluon.jit
-def _multiply_tile(
-    acc0, acc1, w_tiles, p_tiles, x_panels, full, empty, stage, phase,
-    LEFT: gl.constexpr, WORDS: gl.constexpr,
-):  # fmt: skip
-    mbarrier.wait(full.index(stage), phase)
-    x0 = x_panels.index(stage * 2).permute((1, 0))
-    x1 = x_panels.index(stage * 2 + 1).permute((1, 0))
-    acc0, a, b = _multiply_slab(acc0, w_tiles, p_tiles, x0, x1, stage * 4, LEFT, WORDS)
-    acc1, c, d = _multiply_slab(acc1, w_tiles, p_tiles, x0, x1, stage * 4 + 1, LEFT, WORDS)
-    acc0, acc1, a, b, c, d = warpgroup_mma_wait(0, deps=(acc0, acc1, a, b, c, d))
-    mbarrier.arrive(empty.index(stage), count=1)
-    return acc0, acc1
-
-
-@gluon.jit
 def _finish(
     acc, bias_ptr, weights_ptr, y_ptr, pairs_ptr, slot, block, first, apart, num_pairs, N,
     alpha, shift, limit, IS_GATED: gl.constexpr, M: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -161,19 +146,15 @@ def _compute(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     acc0, acc1 = gl.zeros([64, M], gl.float32, MMA), gl.zeros([64, M], gl.float32, MMA)
-    stage, phase = 0, 0
-    for _ in range(num_tiles // 2):  # two in a row need fewer instructions each
-        for i in gl.static_range(2):
-            acc0, acc1 = _multiply_tile(
-                acc0, acc1, w_tiles, p_tiles, x_panels, full, empty, stage + i, phase, LEFT, WORDS
-            )
-        stage += 2
-        phase = gl.where(stage == STAGES, phase ^ 1, phase)
-        stage = gl.where(stage == STAGES, 0, stage)
-    if num_tiles % 2 == 1:
-        acc0, acc1 = _multiply_tile(
-            acc0, acc1, w_tiles, p_tiles, x_panels, full, empty, stage, phase, LEFT, WORDS
-        )
+    for j in range(num_tiles):
+        stage = j % STAGES
+        mbarrier.wait(full.index(stage), (j // STAGES) & 1)
+        x0 = x_panels.index(stage * 2).permute((1, 0))
+        x1 = x_panels.index(stage * 2 + 1).permute((1, 0))
+        acc0, a, b = _multiply_slab(acc0, w_tiles, p_tiles, x0, x1, stage * 4, LEFT, WORDS)
+        acc1, c, d = _multiply_slab(acc1, w_tiles, p_tiles, x0, x1, stage * 4 + 1, LEFT, WORDS)
+        acc0, acc1, a, b, c, d = warpgroup_mma_wait(0, deps=(acc0, acc1, a, b, c, d))
+        mbarrier.arrive(empty.index(stage), count=1)
     _finish(
         acc0, bias_ptr, weights_ptr, y_ptr, pairs_ptr, slot, block, first, apart, num_pairs, N,
         alpha, shift, limit, IS_GATED, M, HAS_BIAS,
