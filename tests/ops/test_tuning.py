@@ -5,6 +5,7 @@ import json
 import sys
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -323,3 +324,22 @@ def test_triton_reads_the_variable_when_it_compiles(monkeypatch):
     knobs = pytest.importorskip("triton.knobs")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     assert knobs.cache.dir == "/elsewhere"
+
+
+def test_what_is_compiled_while_serving_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = pytest.importorskip("triton").knobs.runtime
+    for hook in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(runtime, hook, None)
+    now = 0.0
+    monkeypatch.setattr(triton_cache.time, "monotonic", lambda: now)
+    triton_cache.report_compilations()
+    with caplog.at_level("WARNING"):
+        for name, seconds in (("_quick", 0.05), ("_slow", 2.0)):
+            is_done = runtime.jit_cache_hook(key=name, fn=None, already_compiled=False)
+            assert not is_done  # else Triton would not compile
+            now += seconds
+            runtime.jit_post_compile_hook(key=name, fn=SimpleNamespace(name=name))
+    (record,) = caplog.records
+    assert record.getMessage() == "kernel _slow was compiled while serving, in 2.0 s"

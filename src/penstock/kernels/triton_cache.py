@@ -5,7 +5,9 @@ may share the folder and start at the same time.
 """
 
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import penstock
 from penstock import log
@@ -15,6 +17,7 @@ from penstock.kernels.tuned import slug
 from penstock.types.device import DeviceInfo
 
 _VARIABLE = "TRITON_CACHE_DIR"
+_SLOW_S = 0.1  # a kernel found in the folder takes less
 _log = log.get(__name__)
 
 
@@ -36,3 +39,23 @@ def cache_folder(device: DeviceInfo) -> Path:
     versions = f"torch-{device.torch_version}-triton-{device.triton_version}"
     name = f"{slug(device.name)}-{versions}-penstock-{penstock.__version__}"
     return cache_home() / "triton" / name
+
+
+def report_compilations() -> None:
+    """From now on say which kernels are compiled: while an engine serves, all answers wait."""
+    if probe().triton_version is None:
+        return
+    import triton
+
+    began: dict[str, float] = {}
+
+    def before(*, key: str, **_: Any) -> None:
+        began[key] = time.monotonic()
+
+    def after(*, key: str, fn: Any, **_: Any) -> None:
+        seconds = time.monotonic() - began.pop(key, time.monotonic())
+        if seconds > _SLOW_S:
+            _log.warning("kernel %s was compiled while serving, in %.1f s", fn.name, seconds)
+
+    triton.knobs.runtime.jit_cache_hook = before
+    triton.knobs.runtime.jit_post_compile_hook = after

@@ -34,7 +34,7 @@ from penstock.sampling.sampler import Sampler
 from penstock.types.cache_spec import CacheSize
 from penstock.types.model_spec import ModelSpec
 from penstock.types.sampling import SamplingParams
-from penstock.types.step import BlockGrowth, LateInputs, RowJoin, StepPlan
+from penstock.types.step import FROM_DEVICE, BlockGrowth, Int32s, LateInputs, RowJoin, StepPlan
 from penstock.weights.load import dummy_weights, load_weights
 
 _log = log.get(__name__)
@@ -145,8 +145,9 @@ def _plan_memory(
     # The largest step there can be, on a cache of two blocks: what counts is its peak, not its
     # result.
     runner, _ = _wire(config, spec, model, groups, mesh, device, [2] * len(groups))
-    runner.forward(_largest_step(config))
-    runner.sample(0, LateInputs())
+    for plan in (_largest_step(config), *[_mixed_step()] * (config.max_batch_size > 1)):
+        runner.forward(plan)
+        runner.sample(plan.step_id, LateInputs())
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_allocated() - before
     del runner
@@ -167,16 +168,39 @@ def _largest_step(config: RunConfig) -> StepPlan:
     rows = np.arange(num_rows, dtype=np.int32)
     starts = np.zeros_like(rows)
     starts[-1] = min(PIECE_TOKENS, config.max_seq_len - lengths[-1])
+    joins = tuple(
+        RowJoin(
+            request_id=0, rank=0, row=row, token_ids=np.zeros(end, np.int32), num_cached=0,
+            num_prompt=int(end), sampling=SamplingParams(), stop_ids=(),
+        )
+        for row, end in enumerate(starts + lengths)
+    )  # fmt: skip
+    return _step(0, rows, starts, lengths, starts + lengths, num_decodes=0, joins=joins)
+
+
+def _mixed_step() -> StepPlan:
+    """After the largest, where there are two rows: an answer goes on beside a short prompt, which
+    takes kernels that no other step at start does."""
+    lengths = np.array([1, 2], np.int32)
+    starts = np.array([FROM_DEVICE, 0], np.int32)
+    return _step(1, np.array([1, 0], np.int32), starts, lengths, lengths, num_decodes=1)
+
+
+def _step(
+    step_id: int,
+    rows: Int32s,
+    starts: Int32s,
+    lengths: Int32s,
+    max_kv_lens: Int32s,
+    *,
+    num_decodes: int,
+    joins: tuple[RowJoin, ...] = (),
+) -> StepPlan:
+    """One that nobody asked for: no blocks, and every row wants logits."""
     none = np.zeros(0, np.int32)
     return StepPlan(
-        step_id=0,
-        joins=tuple(
-            RowJoin(
-                request_id=0, rank=0, row=row, token_ids=np.zeros(end, np.int32), num_cached=0,
-                num_prompt=int(end), sampling=SamplingParams(), stop_ids=(),
-            )
-            for row, end in enumerate(starts + lengths)
-        ),
+        step_id=step_id,
+        joins=joins,
         growth=BlockGrowth(ranks=none, groups=none, rows=none, indices=none, block_ids=none),
         cache_ops=(),
         ranks=np.zeros_like(rows),
@@ -184,11 +208,11 @@ def _largest_step(config: RunConfig) -> StepPlan:
         starts=starts,
         num_tokens=lengths,
         num_logit_rows=np.ones_like(rows),
-        max_kv_lens=starts + lengths,
-        num_decodes=0,
+        max_kv_lens=max_kv_lens,
+        num_decodes=num_decodes,
         padded_tokens=int(lengths.sum()),
         needs_late_inputs=False,
-    )  # fmt: skip
+    )
 
 
 @torch.inference_mode()
@@ -246,17 +270,28 @@ def finish_rank(
     if loaded.device.type == "cuda":
         with timeline.phase("rehearse sampling"):
             rehearse_sampling(loaded, config, spec)
-    if loaded.device.type == "cpu" and config.tp_size == 1:
+        if config.graph_batch_sizes:
+            _capture_graphs(runner, rows, loaded, config, longest_sequence(config, cache), timeline)
+        triton_cache.report_compilations()
+    elif config.tp_size == 1:
         runner.use_tapes(longest_sequence(config, cache))
-    if not config.graph_batch_sizes:
-        return runner
+    return runner
+
+
+def _capture_graphs(
+    runner: ModelRunner,
+    rows: Rows,
+    loaded: LoadedRank,
+    config: RunConfig,
+    longest: int,
+    timeline: Timeline,
+) -> None:
     token_sizes = config.graph_token_sizes
     if not all(layer.captures_chunks for layer in loaded.model.cache_layers()):
         token_sizes = ()
     num_graphs = len(config.graph_batch_sizes) + len(token_sizes)
     with timeline.phase(f"capture {num_graphs} graphs"):
-        before = torch.cuda.memory_reserved()
-        longest, pool = longest_sequence(config, cache), GraphPool()
+        before, pool = torch.cuda.memory_reserved(), GraphPool()
         chunk_graphs = None
         if token_sizes:
             chunk_graphs = ChunkGraphs(runner.chunk_step(longest), token_sizes, rows)
@@ -276,4 +311,3 @@ def finish_rank(
         taken / 2**30,
         loaded.memory.graphs / 2**30,
     )
-    return runner

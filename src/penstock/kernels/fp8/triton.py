@@ -305,7 +305,7 @@ def _by_group(scale_TG: Tensor) -> Tensor:
     return scale_TG if scale_TG.stride(0) == 1 else scale_TG.t().contiguous().t()
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_scale_g"])
 def _fp8_linear(
     x_ptr, scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr,
     num_tokens, num_outputs, num_inputs,

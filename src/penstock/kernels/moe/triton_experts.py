@@ -40,7 +40,7 @@ class GroupedConfig:
     band: int  # blocks of pairs that follow each other before the next outputs
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "stride_x_scale_g"])
 def _grouped(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, weights_ptr, y_ptr, pairs_ptr,
     block_slots_ptr, stride_x, stride_x_scale_t, stride_x_scale_g, stride_w, stride_w_scale,

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.recurrent.reference import causal_conv
-from penstock.kernels.recurrent.triton_tiles import max_tiles, tile_of
+from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles, tile_of
 
 _TILE = 32  # tokens of a program; at least P, so that only an entry's first tile needs its past
 _BLOCK_C = 128
@@ -94,7 +94,7 @@ def causal_conv_triton(
         _causal_conv[(num_tiles, triton.cdiv(num_channels, block))](
             x_TX, columns_C, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, y_TC,
             first_entry, num_entries, x_TX.stride(0), C=num_channels, W=width, TILE=tile,
-            BLOCK_C=block, BLOCK_N=triton.next_power_of_2(num_entries) if tile > 1 else 1,
+            BLOCK_C=block, BLOCK_N=block_of_entries(num_entries) if tile > 1 else 1,
             num_warps=4, **launch_options(x_TX),
         )  # fmt: skip
 

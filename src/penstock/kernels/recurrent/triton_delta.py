@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.recurrent.reference import UNIT_EPS, gated_delta
-from penstock.kernels.recurrent.triton_tiles import max_tiles, tile_of
+from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles, tile_of
 
 _CHUNK = 64
 _BLOCK_D = 32  # of the state's columns in one program: those of one head are four programs' work
@@ -268,7 +268,7 @@ def gated_delta_triton(
     _solve_chunks[(num_chunks, num_value_heads)](
         q_THK, k_THK, g_TV, beta_TV, query_starts_N1, solve_TVL, read_TVL,
         num_decodes, num_longer, *strides[:2], scale, V=num_value_heads, R=group, K=key_size,
-        BLOCK_K=block_k, L=_CHUNK, BLOCK_N=triton.next_power_of_2(num_longer), ON_GPU=on_gpu,
+        BLOCK_K=block_k, L=_CHUNK, BLOCK_N=block_of_entries(num_longer), ON_GPU=on_gpu,
         num_warps=4, **options,
     )  # fmt: skip
     _walk_chunks[(blocks_d, num_value_heads, num_longer)](

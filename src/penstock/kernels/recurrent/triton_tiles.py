@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+_FEW_ENTRIES, _MANY_ENTRIES = 64, 1024
+
 
 @triton.jit
 def tile_of(index, starts_ptr, first_entry, num_entries, TILE: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -18,6 +20,13 @@ def tile_of(index, starts_ptr, first_entry, num_entries, TILE: tl.constexpr, BLO
     is_before = inside & (tl.cumsum(num_tiles) <= index)
     tile = index - tl.sum(tl.where(is_before, num_tiles, 0))
     return first_entry + tl.sum(is_before.to(tl.int32)), tile
+
+
+def block_of_entries(num_entries: int) -> int:
+    """`tile_of`'s BLOCK_N, of few sizes: each is a kernel to compile."""
+    if num_entries <= _FEW_ENTRIES:
+        return _FEW_ENTRIES
+    return max(_MANY_ENTRIES, triton.next_power_of_2(num_entries))
 
 
 def max_tiles(num_tokens: int, num_entries: int, tile: int) -> int:

@@ -1,0 +1,30 @@
+"""Once an engine serves, no step needs a kernel that was not compiled at its start.
+
+A kernel takes up to seconds to compile, and all running answers wait for it.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = [ROOT / "tests" / "fixtures", ROOT / "benchmarks"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe", "tiny-oss", "tiny-next", "tiny-r1"])
+def test_no_kernel_is_new_once_requests_come(model: str) -> None:
+    """In a process without Triton's interpreter, which knows nothing of compiled kernels."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS)), "OMP_NUM_THREADS": "1"}
+    script = FOLDERS[0] / "kernels_while_serving.py"
+    run = subprocess.run(
+        [sys.executable, str(script), model],
+        capture_output=True, text=True, env=environment, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert not run.stdout, run.stdout
