@@ -50,7 +50,11 @@ _LINE_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """Launch shape of both products."""
+    """Launch shape of both products.
+
+    us of both, H200, gpt-oss-120b (floor): 32 tokens 291 (249), 256 tokens 468 (374), 1024 tokens
+    766, 8192 tokens 3114. Instructions decide: 296 for a warp's tile instead of 343 were 10 %.
+    """
 
     stages: int  # tiles on the way
     band: int  # blocks of pairs that follow each other before the next outputs
@@ -333,9 +337,10 @@ def experts(
     rows = rows or rows_per_block(num_pairs, num_slots, gate_up.format)
     c = config or CONFIGS[rows]
     pairs_BM, slots_B = sorted_pairs(slots_TK, num_slots, rows)
-    x_sorted = _gathered(x_TD, pairs_BM, num_pairs)
     shared = (weights_TK, slots_B, pairs_BM, c)
-    h_sorted = _multiply(x_sorted, gate_up, gate_up_bias_S2F, *shared, gate)
+    h_sorted = _multiply(
+        _gathered(x_TD, pairs_BM, num_pairs), gate_up, gate_up_bias_S2F, *shared, gate
+    )  # fmt: skip
     y_PD = _multiply(h_sorted, down, down_bias_SD, *shared)
     masked_by = None if down.has_all else slots_TK
     return sum_parts(y_PD[None], x_TD.shape[0], x_TD.dtype, masked_by, num_slots)

@@ -191,7 +191,7 @@ def mxfp4_config(num_outputs: int, num_inputs: int, rows: int, is_gated: bool) -
     which share its weights.
 
     Where nothing was measured, what is good on an H200 for gpt-oss-120b, us of both products
-    (floor): one token 27.9 (11.7), 32 tokens 355 (249), 256 tokens 535 (374).
+    (floor): one token 27.9 (11.7), 32 tokens 319 (249), 256 tokens 517 (374).
     """
     if rows == 1:
         splits = 1 if is_gated else 2  # a gate needs the whole sum
