@@ -145,7 +145,8 @@ def _plan_memory(
     # The largest step there can be, on a cache of two blocks: what counts is its peak, not its
     # result.
     runner, _ = _wire(config, spec, model, groups, mesh, device, [2] * len(groups))
-    for plan in (_largest_step(config), *[_mixed_step()] * (config.max_batch_size > 1)):
+    short = _short_steps() if config.max_batch_size > 1 else ()
+    for plan in (_largest_step(config), *short):
         runner.forward(plan)
         runner.sample(plan.step_id, LateInputs())
     torch.cuda.synchronize()
@@ -178,12 +179,14 @@ def _largest_step(config: RunConfig) -> StepPlan:
     return _step(0, rows, starts, lengths, starts + lengths, num_decodes=0, joins=joins)
 
 
-def _mixed_step() -> StepPlan:
-    """After the largest, where there are two rows: an answer goes on beside a short prompt, which
-    takes kernels that no other step at start does."""
-    lengths = np.array([1, 2], np.int32)
-    starts = np.array([FROM_DEVICE, 0], np.int32)
-    return _step(1, np.array([1, 0], np.int32), starts, lengths, lengths, num_decodes=1)
+def _short_steps() -> tuple[StepPlan, StepPlan]:
+    """After the largest, where there are two rows: a prompt, and its answer beside another prompt,
+    which take kernels that no other step at start does."""
+    prompt = np.array([2], np.int32)
+    alone = _step(1, np.array([1], np.int32), prompt * 0, prompt, prompt, num_decodes=0)
+    starts, lengths = np.array([FROM_DEVICE, 0], np.int32), np.array([1, 2], np.int32)
+    beside = _step(2, np.array([1, 0], np.int32), starts, lengths, lengths + 2, num_decodes=1)
+    return alone, beside
 
 
 def _step(
