@@ -2,9 +2,9 @@
 
 One warp copies words, scales and inputs into shared memory, by descriptors (TMA) and a tile of 128
 inputs at a time; four warps make codes bfloat16 in registers and multiply them there. A program has
-two slabs of a block's expert, of 64 rows each. Their first and second 32 rows lie `apart` rows from
-each other: with a gate they are the gate's and what it multiplies, and either half of a slab is
-what all threads of a tensor core's tile hold in common.
+two slabs of 64 rows of a block's expert. The first and second 32 rows of a slab lie `apart` rows
+from each other in the matrix: with a gate they are the gate's and those that it multiplies, so that
+a thread has what belongs together.
 
 What results is that of `triton_mxfp4`, up to rounding. Triton's interpreter cannot run this:
 tests/gpu compares it.
@@ -42,10 +42,10 @@ _pairs = gluon.jit(mxfp4_pairs.fn)
 _factors_of = gluon.jit(factors_of.fn)
 _scaled_pairs = gluon.jit(scaled_pairs.fn)
 _HALF = gl.constexpr(32)  # rows of half a slab
-_LINE = gl.constexpr(256)  # words that lie side by side in a box: those of 16 rows
+_LINE = gl.constexpr(256)  # words that lie side by side in a box
+_LINE_ROWS = gl.constexpr(16)  # whose words they are
 _PANEL = gl.constexpr(64)  # inputs that lie side by side in shared memory: 128 bytes
 _TILE = gl.constexpr(TILE)
-_LINE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,7 @@ def _left(words0, words1, powers0, powers1, PANEL: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
-def _multiply_slab(
-    acc, w_tiles, p_tiles, x0, x1, at, LEFT: gl.constexpr, WORDS: gl.constexpr
-):  # fmt: skip
+def _multiply_slab(acc, w_tiles, p_tiles, x0, x1, at, LEFT: gl.constexpr, WORDS: gl.constexpr):
     """Two products on their way, and what must live until they are done."""
     POWERS: gl.constexpr = gl.SliceLayout(1, WORDS)
     words0, words1 = w_tiles.index(at).load(WORDS), w_tiles.index(at + 2).load(WORDS)
@@ -183,7 +181,7 @@ def _load(
         mbarrier.expect(barrier, BYTES)
         for half in gl.static_range(2):
             row = first_row + j * num_rows + half * apart
-            copy(w_desc, [row // 16, 0], barrier, w_boxes.index(stage * 2 + half))
+            copy(w_desc, [row // _LINE_ROWS, 0], barrier, w_boxes.index(stage * 2 + half))
             copy(p_desc, [row], barrier, p_boxes.index(stage * 2 + half))
         for panel in gl.static_range(2):
             at = [x_row, j * _TILE + panel * _PANEL]
@@ -291,7 +289,7 @@ def _multiply(
     num_out = num_pairs if gate is None else x.shape[0]
     out = torch.empty((num_out, num_outputs), dtype=x.dtype, device=x.device)
     all_rows = num_slots * num_tiles * num_rows
-    lines = (all_rows // _LINE_ROWS, _LINE.value)
+    lines = (all_rows // _LINE_ROWS.value, _LINE.value)
     half = 2 * _HALF.value
     w_desc = descriptor(weights.values, lines, (4, _LINE.value), gl.NVMMASharedLayout(0, 32))
     p_layout = gl.NVMMASharedLayout(0, 32, rank=1)
@@ -321,7 +319,8 @@ def fits(x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
     return (
         x_TD.dtype == torch.bfloat16
         and gate_up.format == down.format == "mxfp4"
-        and gate_up.num_outputs % (2 * _LINE_ROWS) == down.num_outputs % _LINE_ROWS == 0
+        and gate_up.num_outputs % (2 * _LINE_ROWS.value) == 0
+        and down.num_outputs % _LINE_ROWS.value == 0
         and x_TD.shape[1] % 8 == 0
     )
 
