@@ -344,6 +344,9 @@ class Row:
 
 
 _STATIC_FP8 = {"quantization_config": {"quant_algo": "FP8"}}
+_NVFP4: dict[str, Any] = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+_NVFP4_BESIDE_MLA = _NVFP4 | {"exclude_modules": ["*self_attn*", "lm_head"]}
 
 # One H200, 1024 in / 1024 out. The peer is vLLM 0.22.0 with FlashAttention 3 and its defaults,
 # measured on the same GPU; of the two rows with an fp8 cache, c256 is what TensorRT-LLM publishes,
@@ -379,6 +382,18 @@ ROWS = {
         goal={"tpot1_ms": 17.2, "c32_tok_s": 1380, "c256_tok_s": 2920, "start_s": 25},
         peer={"tpot1_ms": 19.6, "c32_tok_s": 965, "c256_tok_s": 2909, "start_s": 131},
     ),
+    "70b-nvfp4-kv8": Row(
+        shape="llama-3.3-70b",
+        changes={"quantization_config": _NVFP4},
+        has_fp8_cache=True,
+        concurrency=(32,),
+    ),
+    "70b-awq-kv8": Row(
+        shape="llama-3.3-70b",
+        changes={"quantization_config": _AWQ},
+        has_fp8_cache=True,
+        concurrency=(32,),
+    ),
     "30b-a3b": Row(
         shape="qwen3-30b-a3b",
         temperature=1.0,
@@ -404,15 +419,29 @@ ROWS = {
         temperature=1.0,
         concurrency=(32,),
     ),
+    "r1-13-layers-nvfp4": Row(
+        shape="deepseek-r1",
+        changes={"num_hidden_layers": 13, "quantization_config": _NVFP4_BESIDE_MLA},
+        temperature=1.0,
+        concurrency=(32,),
+    ),
     "qwen1.5-moe": Row(shape="qwen1.5-moe-a2.7b", temperature=1.0, concurrency=(32,)),
     # To try the commands, not to measure.
     "tiny": Row(shape="tiny"),
+    "tiny-nvfp4": Row(shape="tiny", changes={"quantization_config": _NVFP4}),
+    "tiny-awq": Row(shape="tiny", changes={"quantization_config": _AWQ}),
     "tiny-moe": Row(shape="tiny-qwen3-moe", temperature=1.0),
     "tiny-oss": Row(shape="tiny-gpt-oss", temperature=1.0),
     "tiny-next": Row(shape="tiny-qwen3-next", temperature=1.0),
     "tiny-r1": Row(shape="tiny-deepseek", temperature=1.0),
+    "tiny-r1-nvfp4": Row(
+        shape="tiny-deepseek",
+        changes={"quantization_config": _NVFP4_BESIDE_MLA},
+        temperature=1.0,
+    ),
 }
 DENSE = ("8b-bf16", "8b-fp8", "8b-fp8-kv8", "70b-fp8-kv8")
+CODED = ("70b-nvfp4-kv8", "70b-awq-kv8", "r1-13-layers-nvfp4")
 MOE = ("30b-a3b", "oss-20b", "oss-120b", "next-80b-fp8", "r1-13-layers", "qwen1.5-moe")
 
 

@@ -1,6 +1,6 @@
 """Speed of models on a GPU with random weights, beside floor, goal and a peer.
 
-    python benchmarks/table.py [--rows dense | moe | 8b-bf16 30b-a3b oss-120b ...] [--json FILE]
+    python benchmarks/table.py [--rows dense | moe | coded | 8b-bf16 30b-a3b ...] [--json FILE]
     python benchmarks/table.py --profile --rows 30b-a3b --batch 1 32 256 --context 1024
     python benchmarks/table.py --touched | --start | --steady | --long
     python benchmarks/table.py --plan
@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from floors import Floors, floors_of
-from shapes import DENSE, MOE, ROWS, Row, model_folder, prompts
+from shapes import CODED, DENSE, MOE, ROWS, Row, model_folder, prompts
 
 import penstock
 from penstock import LLM, SamplingParams
 
 TPOT_TOKENS, TPOT_RUNS = 257, 3
-GROUPS = {"dense": DENSE, "moe": MOE, "all": DENSE + MOE}
+GROUPS = {"dense": DENSE, "moe": MOE, "coded": CODED, "all": DENSE + MOE + CODED}
 DEFAULT_ROWS = {  # by mode
     None: DENSE + MOE,
     "plan": DENSE + MOE,

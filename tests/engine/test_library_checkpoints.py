@@ -41,6 +41,7 @@ COMPRESSED = {
     "nvfp4a16": ("nvfp4-pack-quantized", NVFP4, None),
     "int8": ("int-quantized", INT8, INT8 | TOKEN),
     "fp8": ("float-quantized", FP8, FP8 | TOKEN),
+    "fp8 weights": ("float-quantized", FP8, None),
 }
 # mean error over mean size of logits: theirs compute in 16 bits, or round inputs in another place
 CLOSE = {"nvfp4a16": 0.02, "int8": 0.02, "fp8": 0.03, "4 bits": 0.01, "8 bits": 0.02}

@@ -18,6 +18,7 @@ from penstock.hub.folder import local_folder
 from penstock.quantize import run as quantize_run
 from penstock.quantize.formats import FORMATS
 from penstock.quantize.run import REPORT, Task, quantize
+from penstock.text.tokenizer import Tokenizer
 
 TINY = local_folder("tiny")
 LENGTH = 64
@@ -36,10 +37,10 @@ def calib(tmp_path_factory) -> Path:
     return file
 
 
-def task(calib: Path, output: Path, format="fp8", model="tiny", exclude=()) -> Task:
+def task(calib: Path, output: Path, format="fp8", model="tiny", exclude=(), inputs=None) -> Task:
     return Task(
         model=model, format=format, calib=calib, output=output, eval=None, exclude=exclude,
-        num_samples=24, length=LENGTH, device="cpu",
+        inputs=inputs, num_samples=24, length=LENGTH, device="cpu",
     )  # fmt: skip
 
 
@@ -131,6 +132,38 @@ def test_modules_that_are_excluded_stay_as_they_are(calib, tmp_path):
         for name, tensor in load_file(path).items():
             if "down_proj" in name or "layers.0.self_attn.q_proj" in name:
                 assert torch.equal(tensor, plain[name]), name
+
+
+@pytest.mark.parametrize("inputs", [None, 8, 16])
+def test_a_small_model_keeps_the_inputs_of_fp8_unless_asked(calib, tmp_path, inputs):
+    report = quantize(task(calib, tmp_path / "made", inputs=inputs), lambda number, total: None)
+    assert report.input_bits == (inputs or 16) and abs(report.change) < 0.05
+    config = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    rounded = config["config_groups"]["group_0"]["input_activations"]
+    assert (rounded is None) == (report.input_bits == 16)
+
+
+@pytest.mark.parametrize("format", ["gptq", "awq"])
+def test_random_tokens_are_read_beside_the_text_unless_sizes_are_moved(
+    calib, tmp_path, monkeypatch, format
+):
+    def stop(model, ids, length, device):
+        raise StopIteration(ids)
+
+    monkeypatch.setattr(quantize_run, "Texts", stop)
+    with pytest.raises(StopIteration) as caught:
+        quantize(task(calib, tmp_path / "made", format), lambda number, total: None)
+    text, (ids,) = 24 * LENGTH, caught.value.args
+    expected = Tokenizer.from_folder(TINY).encode(calib.read_text())[:text]
+    assert ids[:text] == expected
+    others = ids[text:]
+    assert len(others) == (8 * LENGTH if format == "gptq" else 0)
+    assert not others or len(set(others)) > len(set(expected))
+
+
+def test_inputs_that_a_format_does_not_have_are_refused(calib, tmp_path):
+    with pytest.raises(ConfigError, match="--inputs is 8, but layers of nvfp4 have inputs of 16"):
+        quantize(task(calib, tmp_path / "made", "nvfp4", inputs=8), lambda number, total: None)
 
 
 def test_what_is_quantised_already_and_folders_in_use_are_refused(calib, tmp_path):

@@ -29,7 +29,9 @@ CLOSE = 1e-4  # of logits around one; products with codes hold inputs to 23 bits
 WHOLE = slice(None)
 # Its scale of a matrix is a divisor; what is multiplied with is off by half a unit of fp32.
 ROUNDED = {"nvfp4 compressed": torch.bfloat16}
-NOT_SUMS = ("nf4", "nf4 nested", "gptq ordered")  # of scale * code + minimum, by group
+BY_OUTPUT = ("packed 8 bits", "int8", "fp8", "fp8 by matrix")  # scales, which no part cuts
+# of scale * code + minimum, by group
+NOT_SUMS = ("nf4", "nf4 nested", "gptq ordered", "fp8", "fp8 by matrix")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_a_part_is_that_part_also_where_it_cuts_through_groups_and_words(checkpo
         is_whole = part[1] == slice(0, 128)
         if layout == "gptq ordered":
             assert (coded is None) != is_whole
-        elif is_whole or (part[1].start == 64 and "8 bits" not in layout and layout != "int8"):
+        elif is_whole or part[1].start == 64 or layout in BY_OUTPUT:
             assert torch.equal(coded.values(), found), part
 
 
@@ -139,7 +141,7 @@ def test_a_model_that_keeps_codes_has_the_same_logits(checkpoints, layout):
         assert torch.allclose(logits, expected, atol=CLOSE, rtol=CLOSE)
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq", "packed 8 bits", "nvfp4 modelopt", "nf4"])
+@pytest.mark.parametrize("layout", ["awq", "gptq", "packed 8 bits", "nvfp4 modelopt", "fp8", "nf4"])
 def test_random_codes_behave_like_plain_numbers(checkpoints, layout):
     folder = checkpoints[layout]
 
@@ -164,7 +166,9 @@ def test_a_model_of_16_bits_has_the_rounded_numbers(checkpoints, layout):
     assert torch.equal(found, plain["model.layers.0.mlp.down_proj.weight"].bfloat16())
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq ordered", "packed asymmetric", "nvfp4 modelopt"])
+@pytest.mark.parametrize(
+    "layout", ["awq", "gptq ordered", "packed asymmetric", "nvfp4 modelopt", "packed 8 bits", "fp8"]
+)
 def test_ranks_hold_consecutive_parts(checkpoints, layout):
     folder = checkpoints[layout]
     plain = load_file(folder / "plain" / FILE)
@@ -189,6 +193,7 @@ def test_ranks_hold_consecutive_parts(checkpoints, layout):
         ("packed", "weight_shape"),
         ("nvfp4 modelopt", "weight"),
         ("nvfp4 compressed", "weight_global_scale"),
+        ("fp8", "weight_scale"),
         ("nf4", "weight.quant_map"),
         ("int8", "SCB"),
     ],

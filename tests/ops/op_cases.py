@@ -579,15 +579,18 @@ def random_codes(
     kind: Kind, num_inputs: int, num_outputs: int, group: int, zeros: bool, outer: bool,
     ordered: bool, device: torch.device,
 ) -> CodedWeight:  # fmt: skip
-    top = 256 if kind == "int8" else 16
+    top = 256 if kind in ("int8", "e4m3") else 16
     scales = torch.rand(num_outputs, num_inputs // group) + 0.5
-    scales *= {"int4": 0.2, "int8": 0.014, "nf4": 1.8, "fp4": 0.35}[kind]
+    scales *= {"int4": 0.2, "int8": 0.014, "nf4": 1.8, "fp4": 0.35, "e4m3": 0.008}[kind]
     scales = scales.to({"fp4": FP8, "nf4": torch.float32}.get(kind, torch.float16))
     if kind == "fp4":
         scales[0, 0], scales[1, 0], scales[2, 0] = 0.0, 2.0**-9, 7 * 2.0**-9
+    codes = torch.randint(top, (num_outputs, num_inputs), dtype=torch.uint8)
+    if kind == "e4m3":
+        codes[codes & 127 == 127] = 0  # no numbers
     weight = Coded(
         kind,
-        torch.randint(top, (num_outputs, num_inputs), dtype=torch.uint8).to(device),
+        codes.to(device),
         scales.to(device),
         torch.randint(top + 1, scales.shape, dtype=torch.uint8).to(device) if zeros else None,
         (torch.rand(num_outputs) + 0.5).to(device) if outer else None,
@@ -753,6 +756,11 @@ OP_CASES = [
     coded_case("int8", 1, 384, 72, group=384),
     coded_case("int8", 33, 256, 64, bias=True),
     coded_case("int8", 260, 128, 40, group=32),
+    coded_experts_case("e4m3", 1, 5, 2, 256, 128, group=128),
+    coded_experts_case("e4m3", 9, 4, 3, 128, 64, group=64, bias=True),
+    coded_case("e4m3", 1, 384, 72, group=384),
+    coded_case("e4m3", 33, 256, 64, bias=True),
+    coded_case("e4m3", 260, 128, 40, group=128),
     coded_case("nf4", 1, 320, 72, group=64, bias=True),
     coded_case("nf4", 270, 192, 48, group=64),
     coded_case("fp4", 1, 2048, 72, group=16, outer=True),

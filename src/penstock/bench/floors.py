@@ -15,6 +15,8 @@ BITS = {  # of a weight, its share of the scales included
     "fp8": 8.0,
     "fp8 in blocks": 8.0 + 32 / 128**2,
     "mxfp4": 4.25,
+    "nvfp4": 4.5,
+    "4 bits": 4.0 + 20 / 128,
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of one field
 _STATE_BYTES = 4  # of a number that a recurrent layer remembers
@@ -31,7 +33,8 @@ class Ceilings:
 H200 = Ceilings(
     4.52e12,
     4.28e12,
-    {"bf16": 745e12, "fp8": 1254e12, "fp8 in blocks": 1152e12, "mxfp4": 745e12},
+    {"fp8": 1254e12, "fp8 in blocks": 1152e12}
+    | dict.fromkeys(("bf16", "mxfp4", "nvfp4", "4 bits"), 745e12),
 )
 
 
@@ -218,28 +221,39 @@ def floors_of(
     return Floors(layers, head, hidden, at, max_running, touched or {})
 
 
-def _kinds(quantization: Mapping[str, Any]) -> tuple[str, str]:
-    """Of plain matrices, and of those of experts."""
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Of matrices in the parts of a layer."""
+
+    attention: str
+    dense: str
+    experts: str
+
+
+def _kinds(quantization: Mapping[str, Any]) -> _Kinds:
     if quantization.get("quant_method") == "mxfp4":
-        return "bf16", "mxfp4"
-    if quantization.get("weight_block_size"):
-        return "fp8 in blocks", "fp8 in blocks"
+        return _Kinds("bf16", "bf16", "mxfp4")
     kind = "fp8" if quantization else "bf16"
-    return kind, kind
+    if quantization.get("weight_block_size"):
+        kind = "fp8 in blocks"
+    elif quantization.get("quant_algo") == "NVFP4":
+        kind = "nvfp4"
+    elif quantization.get("bits", quantization.get("w_bit")) == 4:
+        kind = "4 bits"
+    has_plain = any("self_attn" in name for name in quantization.get("exclude_modules", ()))
+    return _Kinds("bf16" if has_plain else kind, kind, kind)
 
 
-def _layer(
-    config: Mapping[str, Any], index: int, kinds: tuple[str, str], cache_bytes: int
-) -> Layer:
+def _layer(config: Mapping[str, Any], index: int, kinds: _Kinds, cache_bytes: int) -> Layer:
     if "kv_lora_rank" in config:
-        mixing = _latent_attention(config, kinds[0], cache_bytes)
+        mixing = _latent_attention(config, kinds.attention, cache_bytes)
     elif index % (every := config.get("full_attention_interval", 1)) != every - 1:
-        mixing = _delta_net(config, kinds[0])
+        mixing = _delta_net(config, kinds.attention)
     else:
         window = None
         if config.get("layer_types", ["full_attention"] * (index + 1))[index] != "full_attention":
             window = config["sliding_window"]
-        mixing = _attention(config, kinds[0], cache_bytes, window)
+        mixing = _attention(config, kinds.attention, cache_bytes, window)
     matrices, experts = _feed_forward(config, index, kinds)
     return Layer(experts=experts, **mixing | {"matrices": mixing["matrices"] + matrices})
 
@@ -299,15 +313,15 @@ def _delta_net(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _feed_forward(
-    config: Mapping[str, Any], index: int, kinds: tuple[str, str]
+    config: Mapping[str, Any], index: int, kinds: _Kinds
 ) -> tuple[tuple[Matrix, ...], Experts | None]:
-    hidden, kind = config["hidden_size"], kinds[0]
+    hidden, kind = config["hidden_size"], kinds.dense
     num_experts = next((config[name] for name in EXPERT_COUNTS if name in config), 0)
     if not num_experts or index < config.get("first_k_dense_replace", 0):
         return _gated("", config["intermediate_size"], hidden, kind), None
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
     experts = Experts(
-        num_experts, config["num_experts_per_tok"], *_gated("expert ", inner, hidden, kinds[1])
+        num_experts, config["num_experts_per_tok"], *_gated("expert ", inner, hidden, kinds.experts)
     )
     matrices: tuple[Matrix, ...] = (Matrix("router", num_experts, hidden),)
     shared = config.get("shared_expert_intermediate_size", 0)

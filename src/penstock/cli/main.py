@@ -142,6 +142,12 @@ def _add_quantize(commands: "argparse._SubParsersAction[_Parser]") -> None:
         metavar="NAME",
         help="modules to leave as they are: words of their names, such as down_proj or layers.0",
     )
+    command.add_argument(
+        "--inputs",
+        type=int,
+        choices=(8, 16),
+        help="of fp8: bits of what weights are multiplied with; default: 16 below 1 B parameters",
+    )
     command.add_argument("--num_samples", type=int, default=128, help="pieces of text (128)")
     command.add_argument("--length", type=int, default=512, help="tokens of a piece (512)")
     command.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")

@@ -214,8 +214,13 @@ def _made(matrix: Tensor, made: str) -> Coded | None:
 
 
 def _random(spec: CodesSpec, num_outputs: int, num_inputs: int, device: torch.device) -> Coded:
-    kind: Kind = {"nvfp4": "fp4", "mxfp4": "fp4", "bitsandbytes": "nf4"}.get(spec.layout, "int4")  # type: ignore[assignment]
-    if spec.bits == 8:
-        kind = "int8"
+    kind: Kind = "int8" if spec.bits == 8 else "int4"
+    match spec.layout, spec.bits:
+        case "nvfp4" | "mxfp4", _:
+            kind = "fp4"
+        case "bitsandbytes", 4:
+            kind = "nf4"
+        case "fp8", _:
+            kind = "e4m3"
     group = spec.group or num_inputs
     return random_coded(kind, num_outputs, num_inputs, group, spec.has_zeros, device)

@@ -26,7 +26,7 @@ _SUPPORTED = (
     "compressed-tensors with dynamic activations), and blocks of 128 x 128 (weight_block_size); "
     "experts in MXFP4; 8-bit whole numbers with inputs of the same kind (compressed-tensors); "
     "weights alone of 4 or 8 bits (AWQ, GPTQ, auto-round, compressed-tensors, bitsandbytes nf4 and "
-    "int8), in NVFP4 (ModelOpt, compressed-tensors) and in MXFP4 (compressed-tensors)"
+    "int8), in NVFP4 (ModelOpt, compressed-tensors), MXFP4 and 8-bit floats (compressed-tensors)"
 )
 
 
@@ -181,6 +181,11 @@ def _compressed_codes(
                 return _MXFP4
             case _, group:
                 raise _refusal(f"compressed-tensors, 4-bit floats by {strategy} of {group}")
+    if _is_fp8(weights) and not inputs:
+        is_block = strategy == "block" and weights.get("block_structure") == _BLOCK
+        if strategy not in ("tensor", "channel") and not is_block:
+            raise _refusal(f"compressed-tensors, 8-bit floats by {strategy}, inputs as they are")
+        return CodesSpec(layout="fp8", bits=8, group=_BLOCK[1] if is_block else 0)
     if weights.get("type") != "int" or inputs:
         return None
     if bits not in (4, 8) or strategy not in ("group", "channel"):

@@ -18,7 +18,7 @@ from penstock.layers.moe import Experts
 from penstock.quant.parse import any_excluded
 from penstock.quantize import search
 from penstock.quantize.calibrate import Inputs
-from penstock.quantize.formats import Format, Quantized, grid_of
+from penstock.quantize.formats import MOVING, Format, Quantized, grid_of
 from penstock.types.model_spec import QuantSpec
 from penstock.weights.mapping import Rules, Target
 
@@ -116,7 +116,7 @@ def _moved_scales(
     block: DecoderBlock, weights: dict[str, list[Tensor]], inputs: dict[str, Inputs], way: Way
 ) -> dict[str, Tensor]:
     """What columns of a layer are multiplied with, and what makes its inputs is divided by."""
-    if way.format not in ("awq", "int8_sq"):
+    if way.format not in MOVING:
         return {}
     movable = []
     if isinstance(block.attention, Attention) and "attention.qkv_proj" in weights:

@@ -22,6 +22,7 @@ from penstock.kernels.moe import MXFP4_GROUP
 
 Format = Literal["fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq"]
 FORMATS: tuple[Format, ...] = ("fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq")
+MOVING: tuple[Format, ...] = ("int8_sq", "awq")  # sizes of inputs go into weights first
 GROUPS = (128, 32)  # of awq and gptq, the first that divides every layer's inputs
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each place in a word
 _PARTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range that codes may cover
@@ -243,8 +244,9 @@ def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def settings(format: Format, group: int, left: list[str]) -> dict[str, Any]:
-    """`quantization_config` of a checkpoint whose modules `left` are not quantised."""
+def settings(format: Format, group: int, left: list[str], input_bits: int = 8) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint whose modules `left` are not quantised. `input_bits` is
+    for `fp8`: 16 leaves the inputs of its layers as they are."""
     if format == "awq":
         return {
             "quant_method": "awq",
@@ -271,6 +273,8 @@ def settings(format: Format, group: int, left: list[str]) -> dict[str, Any]:
     weights = number | {"strategy": "channel", "dynamic": False}
     inputs: dict[str, Any] | None = number | {"strategy": "token", "dynamic": True}
     name = "float-quantized" if format == "fp8" else "int-quantized"
+    if format == "fp8" and input_bits == 16:
+        inputs = None
     if format == "nvfp4":
         name, inputs = "nvfp4-pack-quantized", None
         weights |= {

@@ -5,6 +5,8 @@ on behind the last one.
 """
 
 import json
+import math
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from penstock.parallel.mesh import RankMesh
 from penstock.quant.choose import choose_schemes
 from penstock.quantize.blocks import Way, quantize_block
 from penstock.quantize.calibrate import Texts
-from penstock.quantize.formats import GROUPS, Format, settings
+from penstock.quantize.formats import GROUPS, MOVING, Format, settings
 from penstock.quantize.output import Output, save, write
 from penstock.quantize.source import Source
 from penstock.text.tokenizer import Tokenizer
@@ -34,6 +36,8 @@ from penstock.weights.mapping import Target
 
 _PROGRESS = "quantize_progress.json"
 REPORT = "quantize_report.json"
+_SMALL = 1_000_000_000  # parameters: rounding inputs costs models below more than it gains
+_PER_RANDOM = 3  # pieces of text for each one of random tokens
 _MAX_EVAL = 32  # pieces of text that perplexity is measured on
 
 Watch = Callable[[int, int], None]  # blocks done, of so many
@@ -47,6 +51,7 @@ class Task:
     output: Path
     eval: Path | None  # None: what calibration leaves of its text
     exclude: tuple[str, ...]  # words of modules' names, see `any_excluded`
+    inputs: int | None  # bits of the inputs of fp8's layers, 8 or 16; None: by the model's size
     num_samples: int
     length: int  # of a sample, in tokens
     device: str  # "cuda" or "cpu"
@@ -56,6 +61,7 @@ class Task:
 class Report:
     format: str
     group: int
+    input_bits: int
     perplexity_before: float
     perplexity_after: float
     errors: dict[str, float]  # of each matrix: of its output, over the output
@@ -74,12 +80,16 @@ def quantize(task: Task, watch: Watch) -> Report:
             f"'{task.model}' is quantised already; name the checkpoint that it was made of"
         )
     calibration, held_out = _texts(task, folder)
+    if task.format not in MOVING:
+        num_pieces = len(calibration) // task.length // _PER_RANDOM
+        calibration += _random_ids(num_pieces * task.length, spec.vocab_size)
     device = torch.device(task.device)
     model = _load(folder, device)
     rules, num_blocks = model.weight_rules, len(model.layers)
-    way = Way(task.format, _group(model, task.format), task.exclude)
-    progress = _begin(task, way)
     source, output = Source(folder, rules), Output(task.output, num_blocks)
+    way = Way(task.format, _group(model, task.format), task.exclude)
+    input_bits = _input_bits(task, source)
+    progress = _begin(task, way, input_bits)
     texts = Texts(model, calibration, task.length, device)
     for number, inputs in texts.through_blocks():
         file = output.block(number)
@@ -103,10 +113,10 @@ def quantize(task: Task, watch: Watch) -> Report:
     errors = progress["errors"]
     written = output.in_blocks().keys() | errors.keys()
     rest = {name: source.kept(name) for name in source.names() if name not in written}
-    config = settings(task.format, way.group, _left(source, errors))
+    config = settings(task.format, way.group, _left(source, errors), input_bits)
     output.finish(rest, folder, spec.architecture, config)
     after = Texts(_load(task.output, device), held_out, task.length, device).perplexity()
-    report = Report(task.format, way.group, before, after, errors)
+    report = Report(task.format, way.group, input_bits, before, after, errors)
     write(task.output / REPORT, asdict(report))
     (task.output / _PROGRESS).unlink()
     return report
@@ -143,6 +153,12 @@ def _texts(task: Task, folder: Path) -> tuple[list[int], list[int]]:
     return ids[:needed], held_out[: _MAX_EVAL * task.length]
 
 
+def _random_ids(num_ids: int, vocab_size: int) -> list[int]:
+    """What no text says: columns of a layer shall make up for each other there, too."""
+    rng = random.Random(0)
+    return [rng.randrange(vocab_size) for _ in range(num_ids)]
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -167,13 +183,27 @@ def _group(model: Decoder, format: Format) -> int:
     )
 
 
-def _begin(task: Task, way: Way) -> dict[str, Any]:
+def _input_bits(task: Task, source: Source) -> int:
+    if task.format == "fp8":
+        size = sum(math.prod(source.shape(name)) for name in source.names())
+        return task.inputs or (16 if size < _SMALL else 8)
+    fixed = 8 if task.format == "int8_sq" else 16
+    if task.inputs not in (None, fixed):
+        raise ConfigError(
+            f"--inputs is {task.inputs}, but layers of {task.format} have inputs of {fixed} bits; "
+            "leave it out, or use fp8"
+        )
+    return fixed
+
+
+def _begin(task: Task, way: Way, input_bits: int) -> dict[str, Any]:
     """The progress of an earlier run with the same settings, or none."""
     wanted = {
         "model": task.model,
         "format": task.format,
         "group": way.group,
         "exclude": list(task.exclude),
+        "inputs": input_bits,
         "calib": str(task.calib),
         "num_samples": task.num_samples,
         "length": task.length,

@@ -39,7 +39,8 @@ class EightBitSpec:
 class CodesSpec:
     """Matrices of 4 or 8 bits a number, multiplied with inputs in the model's own dtype."""
 
-    layout: Literal["awq", "gptq", "packed", "nvfp4", "mxfp4", "bitsandbytes"]  # of the tensors
+    # of the tensors
+    layout: Literal["awq", "gptq", "packed", "nvfp4", "mxfp4", "fp8", "bitsandbytes"]
     bits: int
     group: int  # neighbouring inputs of an output that share a scale; 0: all of them
     has_zeros: bool = False  # whole numbers have a zero point of their own

@@ -24,6 +24,7 @@ from penstock.weights.stored import StoredTensor
 
 Members = Mapping[str, StoredTensor]
 _CPU = torch.device("cpu")
+_CODES = ("U8", "I8", "F8_E4M3")  # dtypes of a `weight` that is no plain one
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word the code of each of eight outputs lies
 _INT8_UNIT = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -35,7 +36,7 @@ def gathered(tensors: Iterable[StoredTensor], spec: CodesSpec) -> Iterator[Store
     modules: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
         found = layout.members.fullmatch(tensor.name)
-        is_codes = found is not None and (found[2] != "weight" or tensor.dtype in ("U8", "I8"))
+        is_codes = found is not None and (found[2] != "weight" or tensor.dtype in _CODES)
         if found is None or not is_codes:
             yield tensor
         else:
@@ -59,8 +60,8 @@ def _need(module: str, members: Members, *names: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """`read(rows, columns, device)` gives the codes of a rectangle of whole groups; of all columns
-    where they are not in the order of inputs."""
+    """`read(rows, columns, device)` gives the codes of a rectangle of whole groups, or of any where
+    a row is one; of all columns where they are not in the order of inputs."""
 
     name: str
     shape: tuple[int, int]
@@ -84,9 +85,10 @@ class _Matrix:
         return coded.values()[:, columns.start - start : columns.stop - start]
 
     def coded(self, part: tuple[slice, ...], device: torch.device) -> Coded | None:
-        """None where the part cuts through groups."""
+        """None where the part cuts through groups of which there are several."""
         rows, columns = self._bounds(part)
-        if columns.start % self.group or columns.stop % self.group:
+        is_cut = columns.start % self.group or columns.stop % self.group
+        if is_cut and self.group < self.shape[1]:
             return None
         coded = self.read(rows, columns, device)
         is_whole = columns == slice(0, self.shape[1])
@@ -95,7 +97,7 @@ class _Matrix:
     def codes(self, part: tuple[slice, ...]) -> Codes | None:
         """As scale * code + minimum, where numbers are such sums."""
         coded = self.coded(part, _CPU)
-        if coded is None or coded.kind == "nf4" or coded.order_I is not None:
+        if coded is None or coded.kind in ("nf4", "e4m3") or coded.order_I is not None:
             return None
         scales_OG = coded.scales_OG.float()
         if coded.outer_O is not None:
@@ -295,6 +297,24 @@ def _mxfp4(module: str, members: Members, spec: CodesSpec) -> _Matrix:
     return _Matrix(module, (codes.shape[0], 2 * codes.shape[1]), spec.group, read)
 
 
+def _fp8(module: str, members: Members, spec: CodesSpec) -> _Matrix:
+    """compressed-tensors: a scale for a matrix, an output, or a block of as many as a group."""
+    values, scales = members["weight"], members["weight_scale"]
+    num_outputs, num_inputs = values.shape
+    group = spec.group or num_inputs
+
+    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
+        codes_OI = values.read((rows, columns)).to(device).contiguous().view(torch.uint8)
+        found = _whole(scales).float()
+        if spec.group:
+            found = found.repeat_interleave(group, dim=0)[rows, _by_group(columns, group)]
+        elif found.numel() > 1:
+            found = found.view(-1, 1)[rows]
+        return Coded("e4m3", codes_OI, _expanded(found.to(device), codes_OI))
+
+    return _Matrix(module, (num_outputs, num_inputs), group, read)
+
+
 def _bitsandbytes(module: str, members: Members, spec: CodesSpec) -> _Matrix:
     if spec.bits == 8:
         _need(module, members, "SCB")
@@ -386,6 +406,7 @@ _LAYOUTS = {
         ("weight_packed", "weight_scale"),
         _mxfp4,
     ),
+    "fp8": _Layout(_members("weight", "weight_scale"), ("weight", "weight_scale"), _fp8),
     "bitsandbytes": _Layout(
         _members("weight", r"weight\.absmax", r"weight\.quant_map", r"weight\.nested_absmax",
                  r"weight\.nested_quant_map", rf"{re.escape(_STATE)}\w+", "SCB", "weight_format"),

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 from decode_profile import Span, decoding_engine, exclusive, lines_of, short, whole_steps
-from floors import floors_of
+from floors import Matrix, floors_of
 from shapes import DENSE, MOE, ROWS, SHAPES, model_folder
 from sse_client import request_bytes
 from steady_load import load
@@ -21,6 +21,7 @@ from touched import count_touched
 
 from penstock.config.schema import EngineConfig
 from penstock.kernels.attention.backend import get_backend
+from penstock.kernels.coded import pack_coded, random_coded
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
@@ -75,6 +76,24 @@ def test_the_weights_of_a_floor_are_those_that_the_engine_holds(name):
     held = sum(parameter.num_bytes for parameter in model.parameters())
     embedding = 2 * row.config["vocab_size"] * row.config["hidden_size"]
     assert held == pytest.approx(floors_of(row).weight_bytes + embedding, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    "name, kind, group", [("70b-nvfp4-kv8", "fp4", 16), ("70b-awq-kv8", "int4", 128)]
+)
+def test_the_codes_of_a_floor_are_those_that_kernels_read(name, kind, group):
+    coded = random_coded(kind, 256, 2048, group, kind == "int4", torch.device("cpu"))
+    held = pack_coded([coded], keeps_zeros=True)
+    assert held is not None
+    (found,) = {matrix.kind for matrix in floors_of(ROWS[name]).matrices[:-1]}
+    assert held.num_bytes == pytest.approx(Matrix("", 256, 2048, found).num_bytes, rel=0.01)
+
+
+def test_attention_that_is_left_plain_beside_coded_experts_is_read_as_such():
+    dense, experts = (floors_of(ROWS["r1-13-layers-nvfp4"]).layers[i] for i in (0, 3))
+    kinds = {matrix.name: matrix.kind for matrix in dense.matrices + experts.matrices}
+    assert kinds["o"] == kinds["q_b"] == kinds["router"] == "bf16"
+    assert kinds["gate_up"] == kinds["shared down"] == experts.experts.down.kind == "nvfp4"
 
 
 def test_the_cache_of_the_large_model_does_not_hold_256_sequences():

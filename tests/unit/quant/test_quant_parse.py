@@ -137,6 +137,14 @@ UNDERSTOOD = {
         weights_alone(INT8 | {"strategy": "channel"}),
         coded("packed", 8, 0, "lm_head"),
     ),
+    "compressed-tensors, 8-bit floats of weights alone": (
+        weights_alone({}),
+        coded("fp8", 8, 0, "lm_head"),
+    ),
+    "compressed-tensors, 8-bit floats in blocks, of weights alone": (
+        weights_alone({"strategy": "block", "block_structure": [128, 128]}),
+        coded("fp8", 8, 128, "lm_head"),
+    ),
     "compressed-tensors, NVFP4": (
         compressed(FP4, FP4 | {"dynamic": "local"}, format="nvfp4-pack-quantized"),
         QuantSpec(format=None, codes=NVFP4, excluded=("lm_head",)),
@@ -219,6 +227,7 @@ REFUSED = {
     },
     "whole numbers of 3 bits": weights_alone(INT4 | {"num_bits": 3}),
     "4-bit floats by tensor_group of 32": compressed(FP4 | {"group_size": 32}),
+    "8-bit floats by group, inputs": weights_alone({"strategy": "group", "group_size": 64}),
     "fmt e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
     "scale_fmt other": {"quant_method": "fp8", "scale_fmt": "other"},
     "weight_block_size [64, 64]": {"quant_method": "fp8", "weight_block_size": [64, 64]},

@@ -47,12 +47,13 @@ def test_the_nearest_numbers_are_near(weight, format):
     assert 0.001 < (found - weight).norm() / weight.norm() < ERRORS[format]
 
 
-@pytest.mark.parametrize("format", CODED)
+@pytest.mark.parametrize("format", [*CODED, "fp8"])
 def test_what_is_packed_is_read_back(tmp_path, weight, format):
     made = nearest(weight, format, GROUP)
     tensors = {f"m.{name}": tensor.contiguous() for name, tensor in made.tensors.items()}
     save_file(tensors, tmp_path / "w.safetensors")
-    spec = parse_quantization(json.loads(json.dumps(settings(format, GROUP, ["lm_head"]))))
+    raw = settings(format, GROUP, ["lm_head"], input_bits=16)
+    spec = parse_quantization(json.loads(json.dumps(raw)))
     (found,) = gathered(stream((tmp_path / "w.safetensors",)), spec.codes)
     values = found.read_coded((slice(None), slice(None)), CPU).values()
     assert torch.allclose(values, made.values_OI, rtol=2e-7, atol=0)

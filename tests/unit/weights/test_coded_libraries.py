@@ -4,20 +4,34 @@ Each test needs its library and is skipped without it.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint
 from torch import Tensor, nn
 
+from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.coded import Coded, nf4_coded
 from penstock.kernels.fp8 import weight_values
+from penstock.models.registry import build_model
+from penstock.models.spec import parse_model_spec
+from penstock.parallel.mesh import RankMesh
+from penstock.quant.choose import choose_schemes
 from penstock.quant.parse import parse_quantization
 from penstock.weights.coded import gathered
+from penstock.weights.load import load_weights
 from penstock.weights.stream import stream
 
 CPU = torch.device("cpu")
+FUSED = {  # of a decoder block: our layers, the modules that they are made of
+    "attention.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.o_proj": ["self_attn.o_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down_proj": ["mlp.down_proj"],
+}
 OUTPUTS, INPUTS, GROUP = 96, 256, 128
 
 
@@ -120,12 +134,102 @@ def test_modelopt_nvfp4(tmp_path, weight):
     assert (theirs - weight).abs().mean() < 0.15 * weight.std()
 
 
-def test_modelopt_fp8(weight):
+# A matrix -> what a library packs it to, by the end of its name, and what it reads back.
+Pack = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+
+
+def check_loaded(folder: Path, settings: dict, pack: Pack) -> None:
+    """A model whose matrices a library has packed, loaded here: the numbers that it reads back."""
+    make_checkpoint(folder, "llama")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": settings}))
+    tensors, theirs = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        module = name.removesuffix(".weight")
+        packed, theirs[module] = pack(tensors.pop(name))
+        tensors |= {f"{module}.{end}": tensor.contiguous() for end, tensor in packed.items()}
+    save_file(tensors, folder / "model.safetensors")
+    spec, mesh = parse_model_spec(folder), RankMesh.single()
+    schemes = choose_schemes(spec.quantization, folder, torch.float32, CPU)
+    model = build_model(spec, mesh, torch.float32, CPU, get_backend("reference"), schemes)
+    load_weights(model, folder, spec, mesh, progress=False)
+    model.finish()
+    for number, block in enumerate(model.layers):
+        for layer, parts in FUSED.items():
+            expected = torch.cat([theirs[f"model.layers.{number}.{part}"] for part in parts])
+            found = block.get_submodule(layer).values()
+            assert torch.equal(found.to(expected.dtype), expected), (number, layer)
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize(
+    ("numbers", "inputs"),
+    [("float", "token"), ("float", "tensor"), ("float", None), ("int", "token"), ("int", "tensor")],
+)
+def test_compressed_tensors_of_eight_bits(tmp_path, numbers, strategy, inputs):
+    library = pytest.importorskip("compressed_tensors.compressors.naive_quantized.base")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
+    number = {"num_bits": 8, "type": numbers, "symmetric": True}
+    weights = number | {"strategy": strategy}
+    activations = None
+    if inputs is not None:
+        activations = number | {"strategy": inputs, "dynamic": inputs == "token"}
+    args = quantization.QuantizationArgs(**weights)
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"],
+        weights=args,
+        input_activations=activations and quantization.QuantizationArgs(**activations),
+    )
+    compressor = (
+        library.FloatQuantizationCompressor
+        if numbers == "float"
+        else library.IntQuantizationCompressor
+    )
+
+    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rows = weight if strategy == "channel" else weight.view(1, -1)
+        scale, _ = helpers.calculate_qparams(
+            rows.amin(1, keepdim=True), rows.amax(1, keepdim=True), args
+        )
+        scale = scale if strategy == "channel" else scale.view(1)
+        packed = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+        theirs = compressor.decompress(packed, scheme)["weight"]
+        assert packed["weight"].dtype.itemsize == 1 and theirs.dtype == torch.float32
+        assert (theirs - weight).abs().mean() < 0.03 * weight.std()
+        static = {"input_scale": torch.tensor([0.01])} if inputs == "tensor" else {}
+        return packed | static, theirs
+
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": f"{numbers}-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    check_loaded(tmp_path, settings, pack)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"])
+def test_modelopt_fp8(tmp_path, algorithm):
+    """As its export stores matrices, and as its own tensors read them back."""
     library = pytest.importorskip("modelopt.torch.quantization.qtensor")
-    packed, scale = library.FP8QTensor.quantize(weight)
-    assert packed._quantized_data.dtype == torch.float8_e4m3fn
-    theirs = packed.dequantize(torch.float32, scale=scale)
-    assert torch.equal(weight_values(packed._quantized_data, scale.view(1)), theirs)
+    export = pytest.importorskip("modelopt.torch.export.quant_utils")
+    is_by_channel = algorithm != "FP8"
+
+    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        made, scale = library.FP8QTensor.quantize(weight, axis=0 if is_by_channel else None)
+        theirs = made.dequantize(torch.float32, scale=scale)
+        scale = scale.flatten() if is_by_channel else scale.squeeze()
+        name = export.QUANTIZATION_FP8_PC_PT if is_by_channel else export.QUANTIZATION_FP8
+        stored = export.to_quantized_weight(weight, scale, name)
+        assert stored.dtype == torch.float8_e4m3fn
+        assert (theirs - weight).abs().mean() < 0.03 * weight.std()
+        static = {} if is_by_channel else {"input_scale": torch.tensor(0.01)}
+        return {"weight": stored, "weight_scale": scale} | static, theirs
+
+    settings = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    check_loaded(tmp_path, settings, pack)
 
 
 def test_fp8_blocks_of_transformers(weight):
@@ -253,3 +357,41 @@ def test_gptq_by_auto_round(tmp_path, weight, bits, version):
     with torch.inference_mode():
         theirs = packed(torch.eye(INPUTS).half())
     assert torch.equal(coded.values().half(), theirs.t().half())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_gptq_with_act_order_by_gptqmodel(tmp_path, weight, bits, version):
+    """Inputs in groups by the size of what they are given, not by their numbers."""
+    library = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+    model = pytest.importorskip("gptqmodel.utils.model")
+    order = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(2))
+    g_idx = torch.empty(INPUTS, dtype=torch.int32)
+    g_idx[order] = torch.arange(INPUTS, dtype=torch.int32) // GROUP
+    groups, top = weight[:, order].unflatten(1, (-1, GROUP)), 2**bits - 1
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / top).half().float()
+    zeros = (-low / scales).round().clamp(1, top)
+    packed = library.TorchLinear(
+        bits=bits, group_size=GROUP, sym=False, desc_act=True, in_features=INPUTS,
+        out_features=OUTPUTS, bias=False,
+    )  # fmt: skip
+    layer = nn.Linear(INPUTS, OUTPUTS, bias=False)
+    layer.weight.data = weight
+    packed.pack_original(layer, scales, zeros, g_idx)
+    theirs = packed.dequantize_weight().t()
+    if version == "gptq":
+        model.convert_gptq_v2_to_v1_format_module(packed, packed)
+    tensors = {k: getattr(packed, k) for k in ("qweight", "qzeros", "scales", "g_idx")}
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": GROUP,
+        "desc_act": True,
+        "sym": False,
+        "checkpoint_format": version,
+    }
+    coded = read(tmp_path, settings, tensors)
+    assert coded.order_I is not None and theirs.dtype == torch.float16
+    assert torch.equal(coded.values().half(), theirs)
+    assert (theirs - weight).abs().mean() < (0.15 if bits == 4 else 0.01) * weight.std()

@@ -72,6 +72,13 @@ def _e2m1(codes):
 
 
 @triton.jit
+def _e4m3(codes):
+    """Their values in fp32: exponents begin at 2^-6, and at 2^-126 there."""
+    bits = ((codes & 128) << 24) | ((codes & 127) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
 def _numbers(
     words, upper, zeros, scales, table_ptr,
     J: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, AS_BF16: tl.constexpr,
@@ -104,6 +111,21 @@ def _numbers(
                 "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1,
             )
         )  # fmt: skip
+    elif AS_BF16 and KIND == "e4m3":
+        # Exponent and mantissa of a code are the lowest and the highest of a bfloat16's: that is
+        # 2^-120 times its value.
+        low, high = words >> (4 * J), upper >> (4 * J)
+        pairs = ((low & 0x000F000F) << 4) | ((high & 0x00070007) << 8) | ((high & 0x00080008) << 12)
+        result = _bf16_pair(
+            tl.inline_asm_elementwise(
+                """{
+                .reg .b32 factor, zero;
+                mov.b32 factor, 0x7B807B80; mov.b32 zero, 0x80008000;
+                fma.rn.bf16x2 $0, $1, factor, zero;
+                }""",
+                "=r,r", [pairs], dtype=tl.int32, is_pure=True, pack=1,
+            )
+        )  # fmt: skip
     elif AS_BF16 and KIND == "fp4":
         # Exponent and mantissa of a code are the lowest and the highest of a bfloat16's: that is
         # 2^-126 times its value. The factor is 2^118 times the scale.
@@ -124,6 +146,10 @@ def _numbers(
             low += ((upper >> (4 * J)) & 15) * 16 - 128
             high += ((upper >> (4 * J + 16)) & 15) * 16 - 128
             result = _as_pair(low, high, DTYPE)
+        elif KIND == "e4m3":
+            low |= ((upper >> (4 * J)) & 15) << 4
+            high |= ((upper >> (4 * J + 16)) & 15) << 4
+            result = _as_pair(_e4m3(low), _e4m3(high), DTYPE)
         elif KIND == "nf4":
             result = _as_pair(tl.load(table_ptr + low), tl.load(table_ptr + high), DTYPE)
         else:
@@ -175,8 +201,8 @@ def _coded(
     x_ptr, order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, bias_ptr, table_ptr, out_ptr,
     slots_ptr, pairs_ptr, weights_ptr, num_tokens, num_outputs, num_inputs, num_slots, stride_x,
     stride_w, stride_scales, tiles_each, tiles_per_scale,
-    KIND: tl.constexpr, SCALES: tl.constexpr, IS_ORDERED: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCKS: tl.constexpr,
+    KIND: tl.constexpr, PLANES: tl.constexpr, SCALES: tl.constexpr, IS_ORDERED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCKS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr, IS_WEIGHTED: tl.constexpr, BLOCK_T: tl.constexpr,
     SLABS: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ON_GPU: tl.constexpr,
     PDL: tl.constexpr,
@@ -192,7 +218,6 @@ def _coded(
     R: tl.constexpr = 16 * WARPS * SLABS
     AS_BF16: tl.constexpr = ON_GPU and x_ptr.dtype.element_ty == tl.bfloat16
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty if ON_GPU else tl.float32
-    PLANES: tl.constexpr = 2 if KIND == "int8" else 1
     NUM: tl.constexpr = 4 // SCALES
     first_row = tl.program_id(0) * R
     rows = first_row + tl.arange(0, R)
@@ -238,7 +263,7 @@ def _coded(
             w_at = w_ptr + (tile.to(tl.int64) * num_outputs + rows)[:, None] * (16 * PLANES)
             words = tl.load(w_at + words_in_row, mask=is_here[:, None], other=0)
             upper = words
-            if KIND == "int8":
+            if PLANES == 2:
                 upper = tl.load(w_at + 16 + words_in_row, mask=is_here[:, None], other=0)
             if KIND == "fp4":
                 scales = _fp4_scales(scales_ptr + tile * num_outputs * 2, rows, is_here)
@@ -285,18 +310,17 @@ def _coded(
 def _unpack(
     order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, table_ptr, out_ptr,
     num_outputs, num_inputs, tiles_per_scale,
-    KIND: tl.constexpr, SCALES: tl.constexpr, IS_ORDERED: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_OUTER: tl.constexpr, R: tl.constexpr,
+    KIND: tl.constexpr, PLANES: tl.constexpr, SCALES: tl.constexpr, IS_ORDERED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_OUTER: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """out[o, i] = w[o, i] of R outputs and 128 inputs."""
-    PLANES: tl.constexpr = 2 if KIND == "int8" else 1
     rows, tile = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
     is_row = rows < num_outputs
     w_at = w_ptr + (tile.to(tl.int64) * num_outputs + rows)[:, None] * (16 * PLANES)
     w_at += tl.arange(0, 16)[None, :]
     words = tl.load(w_at, mask=is_row[:, None], other=0)
     upper = words
-    if KIND == "int8":
+    if PLANES == 2:
         upper = tl.load(w_at + 16, mask=is_row[:, None], other=0)
     zeros = tl.full((R,), 8, tl.int32)
     scales = tl.zeros((R, 16), tl.int32)
@@ -367,7 +391,8 @@ def unpack_on_gpu(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
     _unpack[(triton.cdiv(weight.num_outputs, 64), weight.num_tiles)](
         weight.order_I, weight.words_NOPW, weight.scales, weight.zeros, weight.outer_O,
         _table(device), out_OI, weight.num_outputs, weight.num_inputs, _tiles_per_scale(weight),
-        KIND=weight.kind, SCALES=_scales_per_tile(weight), IS_ORDERED=weight.order_I is not None,
+        KIND=weight.kind, PLANES=weight.words_NOPW.shape[-2], SCALES=_scales_per_tile(weight),
+        IS_ORDERED=weight.order_I is not None,
         HAS_ZEROS=weight.zeros is not None, HAS_OUTER=weight.outer_O is not None, R=64,
         num_warps=4,
     )  # fmt: skip
@@ -389,8 +414,7 @@ def _multiply(
     """[splits, tokens, outputs]; with `slots_B` tokens are pairs, `pairs_BM` or one to a block."""
     assert x.stride(1) == 1, x.stride()
     num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
-    bits = 8 if weight.kind == "int8" else 4
-    c = config or coded_config(num_outputs, num_inputs, bits, block_t)
+    c = config or coded_config(num_outputs, num_inputs, weight.bits, block_t)
     if config is None and slots_B is not None and weight.num_slots > 1:
         c = replace(c, splits=max(1, c.splits // len(slots_B)))  # slots fill the device, too
     tiles_each = triton.cdiv(triton.cdiv(weight.num_tiles, c.tiles), c.splits) * c.tiles
@@ -407,7 +431,8 @@ def _multiply(
         _table(x.device), out, slots_B, pairs_BM, weights_P, num_tokens, num_outputs, num_inputs,
         weight.num_slots, x.stride(0), weight.words_NOPW.stride(0), weight.scales.stride(0),
         tiles_each, _tiles_per_scale(weight),
-        KIND=weight.kind, SCALES=_scales_per_tile(weight), IS_ORDERED=weight.order_I is not None,
+        KIND=weight.kind, PLANES=weight.words_NOPW.shape[-2], SCALES=_scales_per_tile(weight),
+        IS_ORDERED=weight.order_I is not None,
         HAS_ZEROS=weight.zeros is not None, HAS_OUTER=weight.outer_O is not None,
         HAS_BIAS=bias is not None, BLOCKS=blocks, PAIRS_PER_ROW=num_tokens // x.shape[0],
         IS_WEIGHTED=weights_P is not None, BLOCK_T=block_t, SLABS=c.slabs, WARPS=c.num_warps,

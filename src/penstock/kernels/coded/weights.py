@@ -2,7 +2,7 @@
 
 A weight is number(code) times its group's scale, and where there is one times its output's. Whole
 numbers (`int4`, `int8`) are codes less a zero point; `nf4` is a table of 16 quantiles of the normal
-distribution, `fp4` a sign, two bits of exponent and one of mantissa (e2m1).
+distribution, `fp4` a sign, two bits of exponent and one of mantissa (e2m1), `e4m3` the 8-bit float.
 
 Words of 32 bits hold eight codes; those of 16 words make up 128 inputs of an output (a tile). Word
 4 t + c has input 32 j + 8 c + 2 t of them at bit 4 j of its lower half, and the one behind it at
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kind = Literal["int4", "int8", "nf4", "fp4"]
+Kind = Literal["int4", "int8", "nf4", "fp4", "e4m3"]
 
 TILE = 128
 FP4_GROUP = 16
@@ -39,6 +39,7 @@ NF4_VALUES = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
+_EIGHT_BITS: tuple[Kind, ...] = ("int8", "e4m3")
 _MIDDLE = {"int4": 8, "int8": 128}
 _SCALE_BIAS = 10  # of the exponents of an fp4's scales, as they lie on a GPU
 _SMALLEST_SCALE = 2.0 ** (1 - _SCALE_BIAS)
@@ -86,6 +87,11 @@ class CodedWeight:
     group: int
 
     @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 * self.words_NOPW.shape[-2]
+
+    @property
     def num_outputs(self) -> int:
         return self.words_NOPW.shape[-3]
 
@@ -125,6 +131,8 @@ class CodedWeight:
 
 def numbers(kind: Kind, codes: Tensor, zeros: Tensor | None) -> Tensor:
     """What codes stand for, in fp32."""
+    if kind == "e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
     if kind in _MIDDLE:
         return codes.float() - (_MIDDLE[kind] if zeros is None else zeros.float())
     values = NF4_VALUES if kind == "nf4" else (*FP4_VALUES, *(-v for v in FP4_VALUES))
@@ -154,10 +162,12 @@ def random_coded(
     kind: Kind, num_outputs: int, num_inputs: int, group: int, has_zeros: bool, device: torch.device
 ) -> Coded:
     """Codes as likely one as the other; products keep the size of what passes through."""
-    spread = {"int4": 4.6, "int8": 74.0, "nf4": 0.55, "fp4": 2.93}[kind]
-    highest = 256 if kind == "int8" else 16
+    spread = {"int4": 4.6, "int8": 74.0, "nf4": 0.55, "fp4": 2.93, "e4m3": 0.6}[kind]
+    highest = 256 if kind in _EIGHT_BITS else 16
     codes_OI = torch.empty((num_outputs, num_inputs), dtype=torch.uint8, device=device)
     codes_OI.random_(0, highest, generator=torch.Generator(device).manual_seed(num_outputs))
+    if kind == "e4m3":
+        codes_OI &= 0b10111111  # below two, and none that is no number
     num_groups = num_inputs // group
     scale = 1 / (spread * num_inputs**0.5)
     if kind == "fp4":
@@ -321,7 +331,7 @@ def _padded(x_OG: Tensor, missing: int) -> Tensor:
 def _packed(codes_OI: Tensor, kind: Kind) -> Tensor:
     num_tiles = -(-codes_OI.shape[1] // TILE)
     codes_OI = F.pad(codes_OI, (0, num_tiles * TILE - codes_OI.shape[1]))
-    planes = (codes_OI & 15, codes_OI >> 4) if kind == "int8" else (codes_OI,)
+    planes = (codes_OI & 15, codes_OI >> 4) if kind in _EIGHT_BITS else (codes_OI,)
     words_NOPW = codes_OI.new_zeros(
         (num_tiles, len(codes_OI), len(planes), WORDS), dtype=torch.int32
     )
