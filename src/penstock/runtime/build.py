@@ -181,11 +181,11 @@ def _largest_step(config: RunConfig) -> StepPlan:
 
 def _short_steps() -> tuple[StepPlan, StepPlan]:
     """After the largest, where there are two rows: a prompt, and its answer beside another prompt,
-    which take kernels that no other step at start does."""
-    prompt = np.array([2], np.int32)
-    alone = _step(1, np.array([1], np.int32), prompt * 0, prompt, prompt, num_decodes=0)
-    starts, lengths = np.array([FROM_DEVICE, 0], np.int32), np.array([1, 2], np.int32)
-    beside = _step(2, np.array([1, 0], np.int32), starts, lengths, lengths + 2, num_decodes=1)
+    which take kernels that no other step at start does. One token each: texts may have no more."""
+    one, both = np.array([1], np.int32), np.array([1, 1], np.int32)
+    alone = _step(1, one, one * 0, one, one, num_decodes=0)
+    starts = np.array([FROM_DEVICE, 0], np.int32)
+    beside = _step(2, np.array([1, 0], np.int32), starts, both, both * 2, num_decodes=1)
     return alone, beside
 
 
