@@ -145,7 +145,7 @@ def _plan_memory(
     # The largest step there can be, on a cache of two blocks: what counts is its peak, not its
     # result.
     runner, _ = _wire(config, spec, model, groups, mesh, device, [2] * len(groups))
-    short = _short_steps() if config.max_batch_size > 1 else ()
+    short = _short_steps(config) if config.max_batch_size > 1 else ()
     for plan in (_largest_step(config), *short):
         runner.forward(plan)
         runner.sample(plan.step_id, LateInputs())
@@ -179,13 +179,14 @@ def _largest_step(config: RunConfig) -> StepPlan:
     return _step(0, rows, starts, lengths, starts + lengths, num_decodes=0, joins=joins)
 
 
-def _short_steps() -> tuple[StepPlan, StepPlan]:
+def _short_steps(config: RunConfig) -> tuple[StepPlan, StepPlan]:
     """After the largest, where there are two rows: a prompt, and its answer beside another prompt,
-    which take kernels that no other step at start does. One token each: texts may have no more."""
-    one, both = np.array([1], np.int32), np.array([1, 1], np.int32)
-    alone = _step(1, one, one * 0, one, one, num_decodes=0)
-    starts = np.array([FROM_DEVICE, 0], np.int32)
-    beside = _step(2, np.array([1, 0], np.int32), starts, both, both * 2, num_decodes=1)
+    which take kernels that no other step at start does. They are the first tokens of its texts."""
+    length = min(2, config.max_num_tokens // config.max_batch_size)
+    one, both = np.array([length], np.int32), np.array([1, length], np.int32)
+    alone = _step(1, np.array([1], np.int32), one * 0, one, one, num_decodes=0)
+    rows, starts = np.array([1, 0], np.int32), np.array([FROM_DEVICE, 0], np.int32)
+    beside = _step(2, rows, starts, both, both + length, num_decodes=1)
     return alone, beside
 
 
