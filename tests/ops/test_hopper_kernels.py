@@ -5,6 +5,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from penstock.kernels import hopper
 from penstock.kernels.hopper import HopperKernels
@@ -52,3 +53,11 @@ def test_what_was_given_up_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -
     assert kernels.module(ON_GPU) is not None
     kernels.give_up(RuntimeError("no registers"))
     assert kernels.module(ON_GPU) is None
+
+
+def test_want_of_memory_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = on_arch(monkeypatch, 90)
+    assert kernels.module(ON_GPU) is not None
+    with pytest.raises(torch.OutOfMemoryError):
+        kernels.give_up(torch.OutOfMemoryError("2 GiB"))
+    assert kernels.module(ON_GPU) is not None

@@ -3,6 +3,7 @@
 import importlib
 from types import ModuleType
 
+import torch
 import triton
 from torch import Tensor
 
@@ -35,7 +36,10 @@ class HopperKernels:
         return self._module
 
     def give_up(self, error: Exception) -> None:
-        """A kernel could not be built, or launched: the module is not tried again."""
+        """A kernel could not be built, or launched: the module is not tried again. A step that ran
+        out of memory says nothing of the kernel and fails as any other."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
         self._module = None
         what = " ".join(str(error).split())  # a compiler shows the source first, over many lines
         _log.warning(
