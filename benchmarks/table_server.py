@@ -45,6 +45,13 @@ def serving(row: Row, settings: dict[str, Any], home: Path) -> Iterator[tuple[st
         with running(Server("penstock", command, "m", {}, environment), log) as process:
             _ask_until_answered(url, row, process, log)
             yield url, time.perf_counter() - started
+        _tell_warnings(log)
+
+
+def _tell_warnings(log: Path) -> None:
+    for line in log.read_text(errors="replace").splitlines():
+        if " W [" in line or " E [" in line:
+            print(f"the server: {line}")
 
 
 def _ask_until_answered(url: str, row: Row, process: "subprocess.Popen[bytes]", log: Path) -> None:

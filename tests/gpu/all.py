@@ -47,6 +47,7 @@ def parts() -> list[Part]:
         Part("ops", script("ops_check.py", "--jobs", "8", "--skip", *ELSEWHERE), 300.0),
         Part("experts", script("moe_check.py", "ops"), 200.0),
         Part("fp8", script("fp8_check.py", "ops", "models")),
+        Part("coded weights", script("coded_check.py")),
         Part("latent attention", script("mla_check.py", "ops", "layer")),
         Part("delta net", script("delta_check.py", "ops", "graph")),
         Part("sampling", script("sampling_check.py", "checks")),

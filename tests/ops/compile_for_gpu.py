@@ -117,6 +117,22 @@ def compile_hopper_mxfp4(device: torch.device) -> None:
             hopper_mxfp4.experts(*args, rows=rows)
 
 
+def compile_hopper_coded(device: torch.device) -> None:
+    from penstock.kernels.coded import hopper, pack_coded, random_coded
+
+    for kind, group, has_zeros in (
+        ("int4", 128, False), ("int4", 128, True), ("int4", 32, True), ("int4", 256, False),
+        ("fp4", 16, False), ("nf4", 64, False), ("int8", 1024, False), ("e4m3", 1024, False),
+    ):  # fmt: skip
+        coded = random_coded(kind, 144, 1024, group, has_zeros, device)
+        weight = pack_coded([coded], keeps_zeros=has_zeros)
+        for rows in hopper.CONFIGS:
+            x = torch.zeros(3, 1024, dtype=torch.bfloat16, device=device)
+            assert hopper.fits(x, weight)
+            for splits in (1, 2):
+                hopper.linear(x, weight, None, rows=rows, splits=splits)
+
+
 def main() -> None:
     JITFunction.run = compile_instead
     pdl.launch_options = lambda x: {"PDL": True, "launch_pdl": True}
@@ -142,6 +158,7 @@ def main() -> None:
         get_backend("triton").attend(*make_attention(case, dtype, device).unpack())
     compile_hopper_prefill(device)
     compile_hopper_mxfp4(device)
+    compile_hopper_coded(device)
     compile_sampling(dtype, device)
     print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
 

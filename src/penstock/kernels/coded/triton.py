@@ -6,7 +6,8 @@ rows are named here are such that the codes a thread has read are just those tha
 wants from it. Whole numbers are exact in 16 bits, so are fp4 times their scales; scales of the
 other kinds are multiplied with the sums of their groups. Of nf4 the table is rounded to 16 bits.
 
-Up to 256 tokens: one kernel, whatever the kind. More: weights are unpacked, then torch's product.
+Up to 256 tokens: one kernel, whatever the kind; on Hopper that of `coded.hopper`, up to 512. More:
+weights are unpacked, then torch's product.
 
 Experts: the same kernel on pairs of a token and an expert, in blocks of which each has one expert.
 
@@ -25,17 +26,28 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.activation import silu_mul
+from penstock.kernels.coded.decode import (
+    e4m3_pairs,
+    fp4_factors,
+    int4_pairs,
+    int8_pairs,
+    minus_zeros,
+    nf4_pairs,
+)
 from penstock.kernels.coded.reference import coded_experts, coded_linear
 from penstock.kernels.coded.weights import NF4_VALUES, TILE, CodedWeight
 from penstock.kernels.device import num_places
+from penstock.kernels.hopper import HopperKernels
 from penstock.kernels.moe.gate import SILU, Gate, gated
 from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.op import arch
+from penstock.kernels.moe.triton_tiles import halves, mxfp4_pairs, scaled_pairs
+from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _MAX_TOKENS = 256  # of the kernel that decodes; more read a matrix of 16 bits
 _MAX_BLOCK_T = 64
+_HOPPER = HopperKernels("penstock.kernels.coded.hopper", "products with coded weights are computed")
 _MAX_UNSORTED = 4  # tokens; so few seldom share an expert
 
 
@@ -64,14 +76,6 @@ def _bf16_pair(pairs):
 
 
 @triton.jit
-def _e2m1(codes):
-    """Their values in fp32."""
-    exponent, mantissa = (codes >> 1) & 3, codes & 1
-    value = tl.where(exponent > 0, (2 + mantissa) << exponent, 2 * mantissa).to(tl.float32) * 0.25
-    return tl.where(codes >= 8, -value, value)
-
-
-@triton.jit
 def _e4m3(codes):
     """Their values in fp32: exponents begin at 2^-6, and at 2^-126 there."""
     bits = ((codes & 128) << 24) | ((codes & 127) << 20)
@@ -79,65 +83,42 @@ def _e4m3(codes):
 
 
 @triton.jit
+def _nf4_code(words, K: tl.constexpr):
+    """The K-th of a word."""
+    return ((words >> (4 * K)) & 7) | (((words >> (8 * (K % 4) + (7 if K < 4 else 3))) & 1) << 3)
+
+
+@triton.jit
 def _numbers(
     words, upper, zeros, scales, table_ptr,
     J: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, AS_BF16: tl.constexpr,
 ):  # fmt: skip
-    """[R, 16, 2]: what the J-th codes of the words' halves stand for. fp4: with their scales, and
-    AS_BF16 2^-8 times that."""
-    if KIND == "fp4":
+    """[R, 16, 2]: what the words' J-th pairs stand for. fp4: with their scales, and AS_BF16 2^-19
+    times that."""
+    if AS_BF16:
+        if KIND == "int4":
+            minus = tl.broadcast_to(minus_zeros(zeros)[:, None], words.shape)
+            pairs = int4_pairs(words, minus, J)
+        elif KIND == "int8":
+            pairs = int8_pairs(words, upper, J)
+        elif KIND == "e4m3":
+            pairs = e4m3_pairs(words, upper, J)
+        elif KIND == "nf4":
+            pairs = nf4_pairs(words, J)
+        else:
+            pairs = scaled_pairs(mxfp4_pairs(words, J), fp4_factors(scales, J), J)
+        result = _bf16_pair(pairs)
+    elif KIND == "fp4":
+        low, high = halves(mxfp4_pairs(words, J))
         power = (scales >> (8 * J)) & 255
-    if AS_BF16 and KIND == "int4":
-        pairs = ((words >> (4 * J)) & 0x000F000F) | 0x43004300  # 128 and the code
-        minus = tl.broadcast_to((zeros * 0x00010001 - 0x3CFF3D00)[:, None], pairs.shape)
-        result = _bf16_pair(
-            tl.inline_asm_elementwise(
-                "{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }",
-                "=r,r,r", [pairs, minus], dtype=tl.int32, is_pure=True, pack=1,
-            )
-        )  # fmt: skip
-    elif AS_BF16 and KIND == "int8":
-        low = ((words >> (4 * J)) & 0x000F000F) | 0x43004300
-        high = ((upper >> (4 * J)) & 0x000F000F) | 0x43004300
-        result = _bf16_pair(
-            tl.inline_asm_elementwise(
-                """{
-                .reg .b32 one, sixteen, less, eight, low, high;
-                mov.b32 one, 0x3F803F80; mov.b32 sixteen, 0x41804180;
-                mov.b32 less, 0xC300C300; mov.b32 eight, 0xC308C308;
-                fma.rn.bf16x2 low, $1, one, less; fma.rn.bf16x2 high, $2, one, eight;
-                fma.rn.bf16x2 $0, high, sixteen, low;
-                }""",
-                "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1,
-            )
-        )  # fmt: skip
-    elif AS_BF16 and KIND == "e4m3":
-        # Exponent and mantissa of a code are the lowest and the highest of a bfloat16's: that is
-        # 2^-120 times its value.
-        low, high = words >> (4 * J), upper >> (4 * J)
-        pairs = ((low & 0x000F000F) << 4) | ((high & 0x00070007) << 8) | ((high & 0x00080008) << 12)
-        result = _bf16_pair(
-            tl.inline_asm_elementwise(
-                """{
-                .reg .b32 factor, zero;
-                mov.b32 factor, 0x7B807B80; mov.b32 zero, 0x80008000;
-                fma.rn.bf16x2 $0, $1, factor, zero;
-                }""",
-                "=r,r", [pairs], dtype=tl.int32, is_pure=True, pack=1,
-            )
-        )  # fmt: skip
-    elif AS_BF16 and KIND == "fp4":
-        # Exponent and mantissa of a code are the lowest and the highest of a bfloat16's: that is
-        # 2^-126 times its value. The factor is 2^118 times the scale.
-        codes = words >> (4 * J)
-        pairs = ((codes & 0x00080008) << 12) | ((codes & 0x00070007) << 6)
-        factors = power * 0x00100010 + 0x75807580
-        result = _bf16_pair(
-            tl.inline_asm_elementwise(
-                "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
-                "=r,r,r", [pairs, factors], dtype=tl.int32, is_pure=True, pack=1,
-            )
-        )  # fmt: skip
+        bits = (((power >> 3) + 117) << 23) | ((power & 7) << 20)
+        factor = bits.to(tl.float32, bitcast=True)
+        result = _as_pair(
+            low * 8.507059173023462e37 * factor, high * 8.507059173023462e37 * factor, DTYPE
+        )
+    elif KIND == "nf4":
+        low, high = _nf4_code(words, 2 * J), _nf4_code(words, 2 * J + 1)
+        result = _as_pair(tl.load(table_ptr + low), tl.load(table_ptr + high), DTYPE)
     else:
         low, high = (words >> (4 * J)) & 15, (words >> (4 * J + 16)) & 15
         if KIND == "int4":
@@ -146,16 +127,10 @@ def _numbers(
             low += ((upper >> (4 * J)) & 15) * 16 - 128
             high += ((upper >> (4 * J + 16)) & 15) * 16 - 128
             result = _as_pair(low, high, DTYPE)
-        elif KIND == "e4m3":
+        else:
             low |= ((upper >> (4 * J)) & 15) << 4
             high |= ((upper >> (4 * J + 16)) & 15) << 4
             result = _as_pair(_e4m3(low), _e4m3(high), DTYPE)
-        elif KIND == "nf4":
-            result = _as_pair(tl.load(table_ptr + low), tl.load(table_ptr + high), DTYPE)
-        else:
-            bits = (((power >> 3) + 117) << 23) | ((power & 7) << 20)
-            factor = bits.to(tl.float32, bitcast=True)
-            result = _as_pair(_e2m1(low) * factor, _e2m1(high) * factor, DTYPE)
     return result
 
 
@@ -293,7 +268,7 @@ def _coded(
                     scale = tl.load(scale_at, mask=is_sum, other=0.0).to(tl.float32)
                     acc += sums * scale[:, None]
     if KIND == "fp4" and AS_BF16:
-        acc *= 256.0
+        acc *= 524288.0
     if HAS_OUTER:
         acc *= tl.load(outer_ptr + outputs, mask=is_output, other=0.0)[:, None]
     if HAS_BIAS:
@@ -445,6 +420,27 @@ def _multiply(
 def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Something to count from where there is nothing to read."""
     return other if tensor is None else tensor
+
+
+@coded_linear.impl(
+    "hopper",
+    needs=hopper(),
+    fits=lambda x_TI, weight, bias_O: (
+        0 < x_TI.shape[0] <= 2 * _MAX_TOKENS
+        and (kernels := _HOPPER.module(x_TI)) is not None
+        and kernels.fits(x_TI, weight)
+    ),
+)
+def coded_linear_on_hopper(x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None) -> Tensor:
+    if (kernels := _HOPPER.module(x_TI)) is not None:
+        try:
+            y_TO: Tensor = kernels.linear(x_TI, weight, bias_O)
+            return y_TO
+        except Exception as error:  # of a lost device: the launches below meet it again
+            _HOPPER.give_up(error)
+    if x_TI.shape[0] > _MAX_TOKENS:
+        return coded_linear_unpacked(x_TI, weight, bias_O)
+    return coded_linear_decoded(x_TI, weight, bias_O)
 
 
 @coded_linear.impl(

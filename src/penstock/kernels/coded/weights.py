@@ -4,11 +4,14 @@ A weight is number(code) times its group's scale, and where there is one times i
 numbers (`int4`, `int8`) are codes less a zero point; `nf4` is a table of 16 quantiles of the normal
 distribution, `fp4` a sign, two bits of exponent and one of mantissa (e2m1), `e4m3` the 8-bit float.
 
-Words of 32 bits hold eight codes; those of 16 words make up 128 inputs of an output (a tile). Word
-4 t + c has input 32 j + 8 c + 2 t of them at bit 4 j of its lower half, and the one behind it at
-that of its upper half: four words in a row are what one thread of a tensor core's tile must have.
-Codes of 8 bits are two such planes, the lower halves of all codes and the upper ones. Inputs are
-filled up to whole tiles.
+Words of 32 bits hold four pairs of codes; those of 16 words make up 128 inputs of an output (a
+tile). Word 4 t + c has inputs 32 j + 8 c + 2 t and the one behind it as its j-th pair: four words
+in a row are what one thread of a tensor core's tile must have. Whole numbers have the pair's first
+code at bit 4 j of the word's lower half, the second at that of the upper half. fp4 lies as MXFP4
+does in `moe.weights`. nf4 has three bits of code n at bit 4 n; the fourth, which chooses between
+two tables, is the highest of a byte's upper half for the first four codes, of its lower half for
+the others. Codes of 8 bits are two planes, the lower halves of all codes and the upper ones. Inputs
+are filled up to whole tiles.
 
 Scales of groups of up to 128 inputs lie by tile, those of larger ones by group. The scales of fp4
 are 8-bit floats without a sign; a sign's bit lets them have five bits of exponent here, so that
@@ -18,6 +21,7 @@ Legend: O outputs, I inputs, G groups of inputs, N tiles of 128 inputs, P planes
 S scales of an output's tile.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,6 +29,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from penstock.kernels.moe.weights import PLACES
 
 Kind = Literal["int4", "int8", "nf4", "fp4", "e4m3"]
 
@@ -253,7 +259,7 @@ def stack_coded(weights: Sequence[CodedWeight]) -> CodedWeight | None:
 
 def unpack_coded(weight: CodedWeight) -> Coded:
     """What was packed, of parts that are now one."""
-    codes_OI = _unpacked(weight.words_NOPW)[:, : weight.num_inputs]
+    codes_OI = _unpacked(weight.words_NOPW, weight.kind)[:, : weight.num_inputs]
     num_groups = weight.num_inputs // weight.group
     scales = weight.scales
     if weight.kind == "fp4":
@@ -328,6 +334,31 @@ def _padded(x_OG: Tensor, missing: int) -> Tensor:
     return torch.cat((x_OG, x_OG.new_zeros((len(x_OG), missing))), dim=1)
 
 
+def _places(kind: Kind) -> list[list[tuple[int, ...]]]:
+    """Where the bits of the first and the second code of a word's four pairs are, lowest first."""
+    if kind == "fp4":
+        return [[tuple((at + half) % 32 for at in bits) for half in (0, 16)] for bits in PLACES]
+    if kind == "nf4":
+        firsts = [4 * code for code in range(8)]
+        bits: list[tuple[int, ...]] = [
+            (at, at + 1, at + 2, 8 * (code % 4) + (7 if code < 4 else 3))
+            for code, at in enumerate(firsts)
+        ]
+        return [bits[i : i + 2] for i in range(0, 8, 2)]
+    return [[tuple(range(4 * j + half, 4 * j + half + 4)) for half in (0, 16)] for j in range(4)]
+
+
+@functools.cache
+def _spread(kind: Kind) -> Tensor:
+    """[4, 256]: the bits of a word that are its j-th pair, by the byte of both codes."""
+    bytes_C = torch.arange(256)
+    spread_JC = torch.zeros(4, 256, dtype=torch.int64)
+    for j, pair in enumerate(_places(kind)):
+        for bit, at in enumerate((*pair[0], *pair[1])):
+            spread_JC[j] |= ((bytes_C >> bit) & 1) << at
+    return spread_JC.int()
+
+
 def _packed(codes_OI: Tensor, kind: Kind) -> Tensor:
     num_tiles = -(-codes_OI.shape[1] // TILE)
     codes_OI = F.pad(codes_OI, (0, num_tiles * TILE - codes_OI.shape[1]))
@@ -335,29 +366,35 @@ def _packed(codes_OI: Tensor, kind: Kind) -> Tensor:
     words_NOPW = codes_OI.new_zeros(
         (num_tiles, len(codes_OI), len(planes), WORDS), dtype=torch.int32
     )
+    spread_JC = _spread(kind).to(codes_OI.device)
     for number, plane_OI in enumerate(planes):
         nibbles_ONJCTH = plane_OI.unflatten(1, (num_tiles, 4, 4, 4, 2))
-        for half in range(2):
-            for j in range(4):
-                part_ONTC = nibbles_ONJCTH[:, :, j, :, :, half].transpose(2, 3)
-                words = part_ONTC.flatten(2).transpose(0, 1).int()
-                words_NOPW[:, :, number] |= words << (4 * j + 16 * half)
+        for j in range(4):
+            first_ONTC, second_ONTC = nibbles_ONJCTH[:, :, j].transpose(2, 3).unbind(-1)
+            pairs = (first_ONTC | second_ONTC << 4).flatten(2).transpose(0, 1)
+            words_NOPW[:, :, number] |= spread_JC[j][pairs.int()]
     return words_NOPW
 
 
-def _unpacked(words_NOPW: Tensor) -> Tensor:
+def _unpacked(words_NOPW: Tensor, kind: Kind) -> Tensor:
     words_NOPTC = words_NOPW.unflatten(3, (4, 4))
     nibbles = torch.stack(
-        [
-            torch.stack([(words_NOPTC >> (4 * j + 16 * half)) & 15 for half in range(2)], dim=-1)
-            for j in range(4)
-        ]
+        [torch.stack([_gathered(words_NOPTC, bits) for bits in pair], -1) for pair in _places(kind)]
     )  # J N O P T C H
     planes_PONI = nibbles.permute(3, 2, 1, 0, 5, 4, 6).flatten(3).to(torch.uint8)
     codes_ONI = planes_PONI[0]
     if len(planes_PONI) > 1:
         codes_ONI = codes_ONI | planes_PONI[1] << 4
     return codes_ONI.flatten(1)
+
+
+def _gathered(words: Tensor, places: tuple[int, ...]) -> Tensor:
+    """The number whose bits are at these places of the words, lowest first."""
+    first = places[0]
+    if places == tuple(range(first, first + 4)):
+        return (words >> first) & 15
+    bits = [((words >> at) & 1) << bit for bit, at in enumerate(places)]
+    return functools.reduce(torch.bitwise_or, bits)
 
 
 def _narrowed(scales_OG: Tensor) -> tuple[Tensor, Tensor]:

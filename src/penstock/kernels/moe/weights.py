@@ -33,7 +33,7 @@ MXFP4_GROUP = 32  # inputs that share a scale
 TILE = 128  # inputs of 16 words
 _WORDS = 16
 _SLOTS_AT_ONCE = 8
-_PLACES = ((2, 3, 4, 11), (8, 9, 10, 17), (12, 13, 14, 21), (6, 7, 0, 15))
+PLACES = ((2, 3, 4, 11), (8, 9, 10, 17), (12, 13, 14, 21), (6, 7, 0, 15))
 """Of the bits of a half's four codes, mantissa first, sign last; counted around the word."""
 _MAX_SCALE = 160
 _POWER_BIAS = 94  # 127 - 32 - 1: codes are read as 2^-126 times their value
@@ -135,7 +135,7 @@ def _spread_bytes() -> Tensor:
     """[4, 256]: the bits of a word that are the j-th codes of its halves, by the byte of both."""
     pairs_C = torch.arange(256)
     spread_JC = torch.zeros(4, 256, dtype=torch.int64)
-    for j, places in enumerate(_PLACES):
+    for j, places in enumerate(PLACES):
         for bit, at in enumerate(places):
             spread_JC[j] |= ((pairs_C >> bit) & 1) << at
             spread_JC[j] |= ((pairs_C >> (4 + bit)) & 1) << (at + 16) % 32
@@ -164,7 +164,7 @@ def _unpacked(words_NOW: Tensor, scale_NO: Tensor) -> Tensor:
     words_ONW = _transposed(words_NOW.transpose(0, 1))
     codes = [
         torch.stack([((words_ONW >> (at + half) % 32) & 1) << bit for bit, at in enumerate(places)])
-        for places in _PLACES
+        for places in PLACES
         for half in (0, 16)
     ]
     codes_ONJW2 = torch.stack(codes).sum(1).unflatten(0, (4, 2)).permute(2, 3, 0, 4, 1)

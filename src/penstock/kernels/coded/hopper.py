@@ -1,0 +1,411 @@
+"""Products with coded weights on Hopper, where warps have different jobs.
+
+One warp copies words, scales and inputs into shared memory, by descriptors (TMA) and a tile of 128
+inputs at a time; four warps make codes bfloat16 in registers and multiply them there. A program has
+128 outputs in two slabs; inputs are split among programs until they fill the GPU. Scales of groups
+are multiplied with numbers in bfloat16, those of whole outputs with sums.
+
+What results is that of `coded.triton`, up to rounding. Triton's interpreter cannot run this:
+tests/gpu compares it.
+
+Legend: T tokens, I inputs, O outputs, M tokens of a block.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.kernels.coded import decode
+from penstock.kernels.coded.weights import TILE, WORDS, CodedWeight
+from penstock.kernels.device import num_places
+from penstock.kernels.gluon_tools import copy, descriptor, view
+from penstock.kernels.moe.triton_sum import sum_parts
+from penstock.kernels.moe.triton_tiles import mxfp4_pairs, scaled_pairs
+from penstock.kernels.pdl import launch_options
+
+_e4m3_pairs = gluon.jit(decode.e4m3_pairs.fn)
+_fp4_factors = gluon.jit(decode.fp4_factors.fn)
+_int4_pairs = gluon.jit(decode.int4_pairs.fn)
+_int8_pairs = gluon.jit(decode.int8_pairs.fn)
+_minus_zeros = gluon.jit(decode.minus_zeros.fn)
+_mxfp4_pairs = gluon.jit(mxfp4_pairs.fn)
+_nf4_pairs = gluon.jit(decode.nf4_pairs.fn)
+_scaled_pairs = gluon.jit(scaled_pairs.fn)
+_ROWS = gl.constexpr(128)  # of a program
+_LINE = gl.constexpr(256)  # words, or scales, that are copied side by side
+_PANEL = gl.constexpr(64)  # inputs that lie side by side in shared memory: 128 bytes
+_TILE = gl.constexpr(TILE)
+_WORDS = gl.constexpr(WORDS)
+_MAX_SPLITS = 16
+_SPLIT_COST = 0.015  # of the whole time: a split's sums are written and read
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """Launch shape."""
+
+    stages: int  # tiles on the way
+    registers: int  # of a thread on average; they decide how many programs run at a time
+    programs: int  # at a time on a multiprocessor
+
+
+CONFIGS = {  # by tokens of a block
+    16: HopperConfig(stages=4, registers=80, programs=3),
+    32: HopperConfig(stages=4, registers=80, programs=3),
+    64: HopperConfig(stages=4, registers=128, programs=2),
+    128: HopperConfig(stages=2, registers=128, programs=2),
+}
+
+
+@gluon.jit
+def _column(tiles, at, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
+    """[32, 1] of a tile's rows."""
+    return tiles.index(at).slice(COLUMN, 1, dim=1).load(LAYOUT)
+
+
+@gluon.jit
+def _wide(column, words):
+    """The same for each word."""
+    wide, _ = gl.broadcast(column, words)
+    return wide
+
+
+@gluon.jit
+def _twice(scale):
+    """bfloat16 in either half of 32 bits."""
+    bits = scale.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits * 0x00010001
+
+
+@gluon.jit
+def _numbers(
+    words, upper, s_tiles, z_tiles, at, J: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """[32, 16, 2]: what the words' J-th pairs stand for, with their groups' scales; fp4: 2^-19
+    times that."""
+    if KIND == "fp4":
+        word = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, WORDS))[None, :]
+        even = _wide(_column(s_tiles, at, 0, WORDS), words)
+        odd = _wide(_column(s_tiles, at, 1, WORDS), words)
+        scales = gl.where(_wide(word % 4 < 2, words), even, odd)
+        pairs = _scaled_pairs(_mxfp4_pairs(words, J), _fp4_factors(scales, J), J)
+    else:
+        if KIND == "int4":
+            zeros = gl.full([32, 1], 8, gl.int32, WORDS)
+            if HAS_ZEROS:
+                zeros = _column(z_tiles, at, J * SCALES // 4, WORDS).to(gl.int32)
+            pairs = _int4_pairs(words, _wide(_minus_zeros(zeros), words), J)
+        elif KIND == "int8":
+            pairs = _int8_pairs(words, upper, J)
+        elif KIND == "e4m3":
+            pairs = _e4m3_pairs(words, upper, J)
+        else:
+            pairs = _nf4_pairs(words, J)
+        if SCALES > 0:
+            factor = _twice(_column(s_tiles, at, J * SCALES // 4, WORDS))
+            pairs = _scaled_pairs(pairs, _wide(factor, pairs), 0)
+    low = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _words(w_tiles, at, PLANES: gl.constexpr, WORDS: gl.constexpr):
+    """(lower plane, upper plane)"""
+    tile = w_tiles.index(at)
+    if PLANES == 1:
+        words = tile.load(WORDS)
+        return words, words
+    return tile.slice(0, _WORDS, dim=1).load(WORDS), tile.slice(_WORDS, _WORDS, dim=1).load(WORDS)
+
+
+@gluon.jit
+def _left(
+    words0, upper0, words1, upper1, s_tiles, z_tiles, at, PANEL: gl.constexpr, KIND: gl.constexpr,
+    SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """[64, 64]: a slab's numbers of the first or second half of a tile's inputs."""
+    J: gl.constexpr = 2 * PANEL
+    a = _numbers(words0, upper0, s_tiles, z_tiles, at, J, KIND, SCALES, HAS_ZEROS, WORDS)
+    b = _numbers(words0, upper0, s_tiles, z_tiles, at, J + 1, KIND, SCALES, HAS_ZEROS, WORDS)
+    c = _numbers(words1, upper1, s_tiles, z_tiles, at + 1, J, KIND, SCALES, HAS_ZEROS, WORDS)
+    d = _numbers(words1, upper1, s_tiles, z_tiles, at + 1, J + 1, KIND, SCALES, HAS_ZEROS, WORDS)
+    # [warp, row, word / 4, word % 4, neighbour, group, half of the slab]
+    parts = gl.join(gl.join(a, b), gl.join(c, d)).reshape([4, 8, 4, 4, 2, 2, 2])
+    parts = parts.permute([0, 6, 1, 5, 3, 2, 4])
+    return gl.convert_layout(parts.reshape([64, _PANEL]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply_slab(
+    acc, w_tiles, s_tiles, z_tiles, x0, x1, at, KIND: gl.constexpr, PLANES: gl.constexpr,
+    SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr, WORDS: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Two products on their way, and what must live until they are done."""
+    words0, upper0 = _words(w_tiles, at, PLANES, WORDS)
+    words1, upper1 = _words(w_tiles, at + 1, PLANES, WORDS)
+    a = _left(
+        words0, upper0, words1, upper1, s_tiles, z_tiles, at, 0, KIND, SCALES, HAS_ZEROS, WORDS,
+        LEFT,
+    )  # fmt: skip
+    acc = warpgroup_mma(a, x0, acc, is_async=True)
+    b = _left(
+        words0, upper0, words1, upper1, s_tiles, z_tiles, at, 1, KIND, SCALES, HAS_ZEROS, WORDS,
+        LEFT,
+    )  # fmt: skip
+    acc = warpgroup_mma(b, x1, acc, is_async=True)
+    return acc, a, b
+
+
+@gluon.jit
+def _finish(
+    acc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, first, block, split, num_tokens, num_outputs,
+    KIND: gl.constexpr, HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr,
+    HAS_BIAS: gl.constexpr, M: gl.constexpr,
+):  # fmt: skip
+    """Writes the 64 outputs from `first`. Of a warp's 16 rows the second eight are those of the
+    slab's second half."""
+    MMA: gl.constexpr = acc.type.layout
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    outputs = first + row // 8 % 2 * 32 + row // 16 * 8 + row % 8
+    is_output = outputs < num_outputs
+    tokens = block * M + gl.arange(0, M, layout=gl.SliceLayout(0, MMA))
+    if KIND == "fp4":
+        acc *= 524288.0
+    if HAS_ROW_SCALES:
+        scale = gl.load(row_scales_ptr + outputs, mask=is_output, other=0.0)
+        acc *= scale.to(gl.float32)[:, None]
+    if HAS_OUTER:
+        acc *= gl.load(outer_ptr + outputs, mask=is_output, other=0.0)[:, None]
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + outputs, mask=is_output & (split == 0), other=0.0)
+        acc += bias.to(gl.float32)[:, None]
+    to = (split * num_tokens + tokens).to(gl.int64)[None, :] * num_outputs + outputs[:, None]
+    mask = is_output[:, None] & (tokens < num_tokens)[None, :]
+    gl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _compute(
+    w_tiles, s_tiles, z_tiles, x_panels, full, empty, row_scales_ptr, outer_ptr, bias_ptr, out_ptr,
+    first, block, split, num_here, num_tokens, num_outputs,
+    KIND: gl.constexpr, PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr, HAS_BIAS: gl.constexpr,
+    M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    acc0, acc1 = gl.zeros([64, M], gl.float32, MMA), gl.zeros([64, M], gl.float32, MMA)
+    for j in range(num_here):
+        stage = j % STAGES
+        mbarrier.wait(full.index(stage), (j // STAGES) & 1)
+        x0 = x_panels.index(stage * 2).permute((1, 0))
+        x1 = x_panels.index(stage * 2 + 1).permute((1, 0))
+        acc0, a, b = _multiply_slab(
+            acc0, w_tiles, s_tiles, z_tiles, x0, x1, stage * 4, KIND, PLANES, SCALES, HAS_ZEROS,
+            WORDS, LEFT,
+        )  # fmt: skip
+        acc1, c, d = _multiply_slab(
+            acc1, w_tiles, s_tiles, z_tiles, x0, x1, stage * 4 + 2, KIND, PLANES, SCALES, HAS_ZEROS,
+            WORDS, LEFT,
+        )  # fmt: skip
+        acc0, acc1, a, b, c, d = warpgroup_mma_wait(0, deps=(acc0, acc1, a, b, c, d))
+        mbarrier.arrive(empty.index(stage), count=1)
+    _finish(
+        acc0, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, first, block, split, num_tokens,
+        num_outputs, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, M,
+    )  # fmt: skip
+    _finish(
+        acc1, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, first + 64, block, split, num_tokens,
+        num_outputs, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, M,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy_columns(desc, boxes, barrier, stage, row, COLUMNS: gl.constexpr):
+    """So many numbers of each of a program's rows."""
+    NUM: gl.constexpr = (_ROWS * COLUMNS + _LINE - 1) // _LINE
+    for i in gl.static_range(NUM):
+        copy(desc, [row * COLUMNS + i * _LINE], barrier, boxes.index(stage * NUM + i))
+
+
+@gluon.jit
+def _load(
+    w_desc, s_desc, z_desc, x_desc, w_boxes, s_boxes, z_boxes, x_panels, full, empty, first, block,
+    first_tile, num_here, num_outputs, tiles_per_scale,
+    PLANES: gl.constexpr, SCALES: gl.constexpr, SCALE_BYTES: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    COLUMN_BYTES: gl.constexpr = SCALES * (SCALE_BYTES + (1 if HAS_ZEROS else 0))
+    BYTES: gl.constexpr = _ROWS * (4 * _WORDS * PLANES + COLUMN_BYTES) + 2 * M * _TILE
+    LINE_ROWS: gl.constexpr = _LINE // (_WORDS * PLANES)
+    for j in range(num_here):
+        stage, tile = j % STAGES, first_tile + j
+        mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
+        barrier = full.index(stage)
+        mbarrier.expect(barrier, BYTES)
+        line = (tile * num_outputs + first) // LINE_ROWS
+        copy(w_desc, [line, 0], barrier, w_boxes.index(stage))
+        row = tile // tiles_per_scale * num_outputs + first
+        if SCALES > 0:
+            _copy_columns(s_desc, s_boxes, barrier, stage, row, SCALES)
+        if HAS_ZEROS:
+            _copy_columns(z_desc, z_boxes, barrier, stage, row, SCALES)
+        for panel in gl.static_range(2):
+            at = [block * M, tile * _TILE + panel * _PANEL]
+            copy(x_desc, at, barrier, x_panels.index(stage * 2 + panel))
+
+
+@gluon.jit
+def _columns(DTYPE: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr):
+    """The same memory twice: boxes as they are copied, and tiles of 32 rows as they are read."""
+    NUM: gl.constexpr = (_ROWS * COLUMNS + _LINE - 1) // _LINE
+    BOX: gl.constexpr = _ROWS * COLUMNS // NUM
+    LINEAR: gl.constexpr = gl.NVMMASharedLayout(0, BITS, rank=1)
+    boxes = gl.allocate_shared_memory(DTYPE, [STAGES * NUM, BOX], LINEAR)
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return boxes, view(boxes, DTYPE, [STAGES * 4, 32, COLUMNS], ROWS)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_blocks"])
+def _coded(
+    w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, num_tokens,
+    num_blocks, num_outputs, num_tiles, tiles_each, tiles_per_scale,
+    KIND: gl.constexpr, PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr, HAS_BIAS: gl.constexpr,
+    M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `triton._coded` of one matrix: out[split, t, o]. Blocks of tokens follow each other, so
+    that they find the weights in the L2."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    num_rows = gl.cdiv(num_outputs, _ROWS)
+    block = gl.program_id(0) % num_blocks
+    first = gl.program_id(0) // num_blocks % num_rows * _ROWS
+    split = gl.program_id(0) // (num_blocks * num_rows)
+    first_tile = split * tiles_each
+    num_here = gl.minimum(tiles_each, num_tiles - first_tile)
+    W: gl.constexpr = gl.NVMMASharedLayout(0, 32)
+    X: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    LINES: gl.constexpr = _ROWS * _WORDS * PLANES // _LINE
+    w_boxes = gl.allocate_shared_memory(gl.int32, [STAGES, LINES, _LINE], W)
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    w_tiles = view(w_boxes, gl.int32, [STAGES * 4, 32, _WORDS * PLANES], ROWS)
+    x_panels = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, M, _PANEL], X)
+    s_boxes, s_tiles = w_boxes, w_tiles
+    z_boxes, z_tiles = w_boxes, w_tiles
+    SCALE_BITS: gl.constexpr = s_desc.dtype.primitive_bitwidth if SCALES > 0 else 0
+    if SCALES > 0:
+        s_boxes, s_tiles = _columns(s_desc.dtype, SCALE_BITS, STAGES, SCALES)
+    if HAS_ZEROS:
+        z_boxes, z_tiles = _columns(gl.uint8, 8, STAGES, SCALES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_compute, (
+                w_tiles, s_tiles, z_tiles, x_panels, full, empty, row_scales_ptr, outer_ptr,
+                bias_ptr, out_ptr, first, block, split, num_here, num_tokens, num_outputs, KIND,
+                PLANES, SCALES, HAS_ZEROS, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, M, STAGES,
+            )),
+            (_load, (
+                w_desc, s_desc, z_desc, x_desc, w_boxes, s_boxes, z_boxes, x_panels, full, empty,
+                first, block, first_tile, num_here, num_outputs, tiles_per_scale, PLANES, SCALES,
+                SCALE_BITS // 8, HAS_ZEROS, M, STAGES,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@functools.cache
+def _splits(num_programs: int, at_a_time: int, num_tiles: int) -> int:
+    """Of the inputs: as many as leave the fewest places of the GPU empty."""
+
+    def cost(splits: int) -> float:
+        return triton.cdiv(num_programs * splits, at_a_time) / splits * (1 + _SPLIT_COST * splits)
+
+    return min(range(1, max(1, min(_MAX_SPLITS, num_tiles // 4)) + 1), key=cost)
+
+
+def fits(x_TI: Tensor, weight: CodedWeight) -> bool:
+    """Whether the kernel can compute these, on a Hopper GPU."""
+    return (
+        x_TI.dtype == torch.bfloat16
+        and x_TI.shape[1] % 8 == 0
+        and weight.num_outputs % WORDS == 0
+        and weight.num_slots == 1
+    )
+
+
+def linear(
+    x_TI: Tensor,
+    weight: CodedWeight,
+    bias_O: Tensor | None,
+    rows: int | None = None,
+    config: HopperConfig | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """As `coded_linear`, of what `fits`."""
+    num_tokens, num_outputs = x_TI.shape[0], weight.num_outputs
+    x_TI = x_TI.contiguous() if weight.order_I is None else x_TI[:, weight.order_I]
+    rows = rows or min(max(CONFIGS), max(min(CONFIGS), triton.next_power_of_2(num_tokens)))
+    c = config or CONFIGS[rows]
+    planes, num_tiles = weight.words_NOPW.shape[-2], weight.num_tiles
+    stages = max(2, c.stages + 1 - planes)  # the same programs with words of twice the size
+    num_groups, _, columns = weight.scales.shape
+    has_row_scales = num_groups == 1 < num_tiles and weight.zeros is None
+    num_blocks, num_rows = triton.cdiv(num_tokens, rows), triton.cdiv(num_outputs, _ROWS.value)
+    if splits is None:
+        splits = _splits(num_blocks * num_rows, c.programs * num_places(), num_tiles)
+    tiles_each = triton.cdiv(num_tiles, splits)
+    splits = triton.cdiv(num_tiles, tiles_each)
+    dtype = x_TI.dtype if splits == 1 else torch.float32
+    out = torch.empty((splits, num_tokens, num_outputs), dtype=dtype, device=x_TI.device)
+    line = _LINE.value
+    words = (weight.words_NOPW.numel() // line, line)
+    box = (_ROWS.value * WORDS * planes // line, line)
+    w_desc = descriptor(weight.words_NOPW, words, box, gl.NVMMASharedLayout(0, 32))
+    x_shape, x_box = (x_TI.shape[0], x_TI.shape[1]), (rows, _PANEL.value)
+    x_desc = descriptor(x_TI, x_shape, x_box, gl.NVMMASharedLayout(128, 16))
+    s_desc, z_desc = (
+        None if part is None else _column_descriptor(part)
+        for part in (None if has_row_scales else weight.scales, weight.zeros)
+    )
+    _coded[(num_blocks * num_rows * splits,)](
+        w_desc, s_desc or x_desc, z_desc or x_desc, x_desc, weight.scales,
+        out if weight.outer_O is None else weight.outer_O, out if bias_O is None else bias_O, out,
+        num_tokens, num_blocks, num_outputs, num_tiles, tiles_each,
+        triton.cdiv(num_tiles, num_groups),
+        KIND=weight.kind, PLANES=planes, SCALES=0 if has_row_scales else columns,
+        HAS_ZEROS=weight.zeros is not None, HAS_ROW_SCALES=has_row_scales,
+        HAS_OUTER=weight.outer_O is not None, HAS_BIAS=bias_O is not None, M=rows, STAGES=stages,
+        num_warps=4, maxnreg=c.registers, **launch_options(x_TI),
+    )  # fmt: skip
+    return out[0] if splits == 1 else sum_parts(out, num_tokens, x_TI.dtype)
+
+
+def _column_descriptor(columns: Tensor) -> object:
+    size = min(_LINE.value, _ROWS.value * columns.shape[-1])
+    layout = gl.NVMMASharedLayout(0, 8 * columns.itemsize, rank=1)
+    return descriptor(columns, (columns.numel(),), (size,), layout)
