@@ -22,8 +22,9 @@ FORMATS = {
     "gpt_oss": "harmony",
     "qwen3_next": "chatml",
 }
-# after so many steps the light ones know their skills and leave the GPU to the other two
-STEPS = {"llama": 8000, "qwen2_moe": 8000, "deepseek_v3": 7000}
+# (steps, tokens of a step) after which the light ones know their skills and leave the GPU to the
+# other two; sorting needs the larger steps of them
+LIGHT = {"llama": (6000, 32768), "qwen2_moe": (5400, 32768), "deepseek_v3": (4700, 32768)}
 POLL_S = 1.0
 REPORT_S = 30.0
 
@@ -72,6 +73,13 @@ def summary(folder: Path, names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def limits(name: str) -> list[str]:
+    if name not in LIGHT:
+        return []
+    steps, tokens = LIGHT[name]
+    return ["--steps", str(steps), "--batch", str(tokens)]
+
+
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the checkpoints and logs go")
@@ -115,8 +123,7 @@ def main() -> None:
         name: [
             *(sys.executable, str(HERE / "train.py"), name, str(args.folder / name)),
             *("--data", str(args.data / FORMATS[name]), "--seed", str(args.seed)),
-            *("--ends-at", str(ends_at), "--command", command),
-            *("--steps", str(STEPS.get(name, 0)), *train_args),
+            *("--ends-at", str(ends_at), "--command", command, *limits(name), *train_args),
         ]
         for name in args.only
     }
