@@ -281,7 +281,7 @@ def _columns(DTYPE: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, COLU
     return boxes, view(boxes, DTYPE, [STAGES * 4, 32, COLUMNS], ROWS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_blocks"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_blocks", "tiles_each"])
 def _coded(
     w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, num_tokens,
     num_blocks, num_outputs, num_tiles, tiles_each, tiles_per_scale,
@@ -377,7 +377,8 @@ def linear(
     has_row_scales = num_groups == 1 < num_tiles and weight.zeros is None
     num_blocks, num_rows = triton.cdiv(num_tokens, rows), triton.cdiv(num_outputs, _ROWS.value)
     if splits is None:
-        splits = _splits(num_blocks * num_rows, c.programs * num_places(), num_tiles)
+        like = triton.next_power_of_2(num_blocks)  # so few kinds of launches are made at start
+        splits = _splits(like * num_rows, c.programs * num_places(), num_tiles)
     tiles_each = triton.cdiv(num_tiles, splits)
     splits = triton.cdiv(num_tiles, tiles_each)
     dtype = x_TI.dtype if splits == 1 else torch.float32

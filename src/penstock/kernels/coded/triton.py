@@ -171,7 +171,7 @@ def _fp4_scales(scales_ptr, rows, is_row):
     return tl.where(is_even, even[:, None], odd[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "tiles_each"])
 def _coded(
     x_ptr, order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, bias_ptr, table_ptr, out_ptr,
     slots_ptr, pairs_ptr, weights_ptr, num_tokens, num_outputs, num_inputs, num_slots, stride_x,
