@@ -36,11 +36,12 @@ from penstock.ipc.messages import (
     Submit,
     ToEngine,
 )
-from penstock.ipc.process import on_parent_exit, read_task
+from penstock.ipc.process import Copies, on_parent_exit, read_task
 from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.build import LoadedRank, Timeline, finish_rank, load_rank, rank_device
+from penstock.runtime.builders import KernelBuilders, stand_by
 from penstock.runtime.executor import RankExecutor
 from penstock.runtime.memory import fitted, longest_sequence
 from penstock.runtime.model_runner import ModelRunner
@@ -121,7 +122,12 @@ class Engine:
     """Everything of one engine process, built in order; `run` returns when the parent says so."""
 
     def __init__(
-        self, config: EngineConfig, mailbox: Mailbox, socket_folder: str, timeline: Timeline
+        self,
+        config: EngineConfig,
+        mailbox: Mailbox,
+        socket_folder: str,
+        timeline: Timeline,
+        copies: Copies | None = None,
     ) -> None:
         self._mailbox = mailbox
         with timeline.phase("find model"):
@@ -131,6 +137,9 @@ class Engine:
         if self.config.load_format != "dummy":
             with timeline.phase("fetch weights"):
                 local_folder(config.model, config.revision)
+        builders = KernelBuilders(self.config, self.spec, copies)
+        with timeline.phase("build kernels"):
+            builders.run(config.model_kwargs, config.log_level)
         self._ranks = RankGroup(self.config, config.model_kwargs, socket_folder, config.log_level)
         with timeline.phase("meet ranks"):
             mesh = RankMesh.create(
@@ -140,6 +149,7 @@ class Engine:
         cache, weights = self._ranks.agree(loaded.memory.size)
         self.config = _limited(self.config, cache)
         runner = finish_rank(loaded, self.config, self.spec, cache, timeline)
+        builders.done()
         self._wire(loaded, runner, cache)
         mailbox.open(self._info(loaded, cache, [loaded.memory.weights, *weights], timeline))
 
@@ -261,6 +271,7 @@ def main() -> None:
     task: dict[str, Any] = read_task()
     config = EngineConfig.model_validate(task["config"])
     log.setup("engine", config.log_level)
+    copies = stand_by(config)
     timeline = Timeline()
     timeline.phases.append(("start process and import torch", time.time() - task["spawned_at"]))
     mailbox = Mailbox(task["address"])
@@ -276,7 +287,8 @@ def main() -> None:
 
     on_parent_exit(leave)
     try:
-        engine = Engine(config, mailbox, channel.folder_of(task["address"]), timeline)
+        folder = channel.folder_of(task["address"])
+        engine = Engine(config, mailbox, folder, timeline, copies)
     except Exception as error:
         if not isinstance(error, PenstockError):
             _log.exception("the engine did not start")

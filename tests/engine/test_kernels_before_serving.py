@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MODELS = ("tiny", "tiny-moe", "tiny-oss", "tiny-next")
+LIKE_REAL_ONES = ("many-r1", "many-r1-eager", "many-r1-nvfp4", "wide-next")
 FOLDERS = [ROOT / "tests" / "fixtures", ROOT / "benchmarks"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("model", ["tiny", "tiny-moe", "tiny-oss", "tiny-next", "tiny-r1"])
+@pytest.mark.parametrize("model", MODELS + LIKE_REAL_ONES)
 def test_no_kernel_is_new_once_requests_come(model: str) -> None:
     """In a process without Triton's interpreter, which knows nothing of compiled kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

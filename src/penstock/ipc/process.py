@@ -1,15 +1,19 @@
 """Child processes: spawn a module with a JSON task on stdin, notice its death, stop it.
 
 The child keeps reading stdin; when the parent ends for whatever reason the pipe closes and the
-child leaves.
+child leaves. `Copies` are children that need not import what this process has imported.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -87,20 +91,88 @@ class Child:
         self._process.wait()
 
 
-def read_task() -> dict[str, Any]:
+class Copies:
+    """Copies of this process for later, one for each task, which `act` is then given.
+
+    To be made while there is one thread and no CUDA context: no copy could use another. A first
+    copy waits for the tasks and makes the others. All of them leave when this process does.
+    """
+
+    def __init__(self, act: Callable[[dict[str, Any]], None]) -> None:
+        reading, writing = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(writing)
+            _leave_after(partial(_make_copies, reading, act))
+        os.close(reading)
+        self._writing = writing
+
+    def run(self, tasks: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
+        """Returns when all have left; what then still runs is killed. May be called once."""
+        line = memoryview(msgspec.json.encode({"tasks": tasks}) + b"\n")
+        with contextlib.suppress(BrokenPipeError):
+            while line:
+                line = line[os.write(self._writing, line) :]
+        deadline, has_left = time.monotonic() + timeout_s, False
+        while not has_left and time.monotonic() < deadline:
+            time.sleep(0.01)
+            has_left = os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        os.close(self._writing)
+        if not has_left:
+            os.waitpid(self._pid, 0)
+
+    def dismiss(self) -> None:
+        """There are no tasks."""
+        os.close(self._writing)
+        os.waitpid(self._pid, 0)
+
+
+def _make_copies(tasks_fd: int, act: Callable[[dict[str, Any]], None]) -> None:
+    os.setpgid(0, 0)
+    try:
+        tasks = read_task(tasks_fd)["tasks"]
+    except EOFError:
+        return
+    pids = []
+    for task in tasks:
+        if (pid := os.fork()) == 0:
+            _leave_after(partial(act, task))
+        pids.append(pid)
+    on_parent_exit(partial(os.killpg, 0, signal.SIGKILL), tasks_fd)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def _leave_after(act: Callable[[], None]) -> NoReturn:
+    """What the process it is a copy of would do at its end is not for a copy to do."""
+    code = 1
+    try:
+        act()
+        code = 0
+    except Exception:
+        _log.exception("a copy of the process failed")
+    finally:
+        os._exit(code)
+
+
+def read_task(fd: int = 0) -> dict[str, Any]:
     """In the child: the task its parent gave."""
     line = b""
     while not line.endswith(b"\n"):
-        line += os.read(0, 1 << 16)
+        if not (part := os.read(fd, 1 << 16)):
+            raise EOFError("the parent left before it gave a task")
+        line += part
     return dict(msgspec.json.decode(line))
 
 
-def on_parent_exit(act: Callable[[], None]) -> None:
+def on_parent_exit(act: Callable[[], None], fd: int = 0) -> None:
     """In the child: call `act` once the parent closes our stdin, on purpose or by dying."""
 
     def wait() -> None:
         # Not through sys.stdin: its lock would be held by this thread when the process ends.
-        while os.read(0, 4096):
+        while os.read(fd, 4096):
             pass
         act()
 

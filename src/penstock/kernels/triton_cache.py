@@ -35,6 +35,12 @@ def use_cache_folder() -> None:
     os.environ[_VARIABLE] = str(folder)
 
 
+def folder() -> Path | None:
+    """The one in use; None: Triton's own."""
+    found = os.environ.get(_VARIABLE)
+    return None if found is None else Path(found)
+
+
 def cache_folder(device: DeviceInfo) -> Path:
     versions = f"torch-{device.torch_version}-triton-{device.triton_version}"
     name = f"{slug(device.name)}-{versions}-penstock-{penstock.__version__}"

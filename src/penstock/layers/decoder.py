@@ -5,7 +5,10 @@ What makes an architecture is the attention and the MLP that its file puts into 
 
 # T tokens in the step, L rows that need logits, D hidden size, V vocabulary
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -49,6 +52,12 @@ def _norm(spec: ModelSpec, build: Build) -> ResidualNorm:
     )
 
 
+def _kind(block: DecoderBlock) -> tuple[Any, ...]:
+    """Blocks with the same one run the same kernels."""
+    parameters = tuple((one.shape, one.dtype) for one in block.parameters())
+    return type(block.attention), block.attention.cache_spec(), type(block.mlp), parameters
+
+
 class Decoder(nn.Module, ABC):
     """An architecture is a subclass that says what a block is made of, and its weights' names."""
 
@@ -81,6 +90,17 @@ class Decoder(nn.Module, ABC):
     def logits(self, x_LD: Tensor) -> Tensor:
         """Logits of the whole vocabulary, in the model's dtype, on every rank."""
         return self.head(x_LD)
+
+    @contextlib.contextmanager
+    def shortened(self) -> Iterator[None]:
+        """With one layer of each kind alone: enough to try what all others do alike."""
+        layers = self.layers
+        kinds = {_kind(block): block for block in cast(Iterable[DecoderBlock], reversed(layers))}
+        self.layers = nn.ModuleList(reversed(kinds.values()))
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def finish(self) -> None:
         """After loading: every layer brings its weights into the form it computes with."""

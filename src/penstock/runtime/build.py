@@ -26,7 +26,13 @@ from penstock.parallel.parameter import PlacedParameter
 from penstock.quant.choose import choose_schemes
 from penstock.runtime.batch import Rows
 from penstock.runtime.cache_groups import LayerGroup, group_layers
-from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs, GraphPool
+from penstock.runtime.graphs import (
+    ChunkGraphs,
+    DecodeGraphs,
+    GraphPool,
+    chunk_inputs,
+    decode_inputs,
+)
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.memory import MemoryPlan, longest_sequence, make_plan
 from penstock.runtime.model_runner import ModelRunner
@@ -64,6 +70,17 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """A part of what a start runs so that kernels are compiled."""
+
+    has_steps: bool = False  # where memory is planned
+    has_sampling: bool = False
+    eager_sizes: tuple[int, ...] = ()  # of steps of prompts
+    batch_sizes: tuple[int, ...] = ()  # of decodes, in graphs or not
+    token_sizes: tuple[int, ...] = ()  # of graphs of prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRank:
     model: Decoder
     mesh: RankMesh
@@ -82,6 +99,20 @@ def rank_device(config: RunConfig, rank: int) -> torch.device:
 
 def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Timeline) -> LoadedRank:
     """This rank's weights on its device, and how many cache blocks fit beside them."""
+    for choice in config.choices:
+        if choice.name == "moe_backend" and mesh.rank == 0:
+            _log.info("experts run on %s: %s", choice.value, choice.reason)
+    model, device, weights = load_model(config, spec, mesh, timeline)
+    with timeline.phase("plan memory"):
+        groups = group_layers(model.cache_layers(), config)
+        memory = _plan_memory(config, spec, model, groups, mesh, device, weights)
+    return LoadedRank(model=model, mesh=mesh, device=device, memory=memory, groups=groups)
+
+
+def load_model(
+    config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Timeline
+) -> tuple[Decoder, torch.device, int]:
+    """(model, where it is, bytes of its weights)"""
     torch.set_num_threads(config.num_threads)
     device = rank_device(config, mesh.rank)
     if device.type == "cpu":
@@ -90,42 +121,43 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
             native.set_coarse(config.coarse_products)
     else:
         triton_cache.use_cache_folder()
-    for choice in config.choices:
-        if choice.name == "moe_backend" and mesh.rank == 0:
-            _log.info("experts run on %s: %s", choice.value, choice.reason)
     with timeline.phase("build model"):
-        dtype = getattr(torch, config.dtype)
-        backend = get_backend(config.attention_backend)
-        path, is_dummy = Path(config.model_path), config.load_format == "dummy"
-        by_reference = config.moe_backend == "reference"
-        schemes = choose_schemes(
-            spec.quantization,
-            None if is_dummy else path,
-            dtype,
-            device,
-            by_reference,
-            config.quantization,
-        )
-        cache_dtype = getattr(torch, config.kv_dtype)
-        experts = ExpertsBuild(
-            by_reference=by_reference,
-            max_tokens=config.moe_max_tokens,
-            num_sets=config.ep_size,
-        )
-        model = build_model(spec, mesh, dtype, device, backend, schemes, cache_dtype, experts)
+        model = _unfilled_model(config, spec, mesh, device)
     with timeline.phase("load weights"), torch.inference_mode():
-        if is_dummy:
+        if config.load_format == "dummy":
             dummy_weights(model, config.seed)
         else:
+            path = Path(config.model_path)
             load_weights(model, path, spec, mesh, progress=mesh.rank == 0)
         weights = sum(cast(PlacedParameter, p).num_bytes for p in model.parameters())
         model.finish()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    with timeline.phase("plan memory"):
-        groups = group_layers(model.cache_layers(), config)
-        memory = _plan_memory(config, spec, model, groups, mesh, device, weights)
-    return LoadedRank(model=model, mesh=mesh, device=device, memory=memory, groups=groups)
+    return model, device, weights
+
+
+def _unfilled_model(
+    config: RunConfig, spec: ModelSpec, mesh: RankMesh, device: torch.device
+) -> Decoder:
+    dtype, by_reference = getattr(torch, config.dtype), config.moe_backend == "reference"
+    path = None if config.load_format == "dummy" else Path(config.model_path)
+    schemes = choose_schemes(
+        spec.quantization, path, dtype, device, by_reference, config.quantization
+    )
+    experts = ExpertsBuild(
+        by_reference=by_reference, max_tokens=config.moe_max_tokens, num_sets=config.ep_size
+    )
+    backend, cache_dtype = get_backend(config.attention_backend), getattr(torch, config.kv_dtype)
+    return build_model(spec, mesh, dtype, device, backend, schemes, cache_dtype, experts)
+
+
+def most_weight_bytes(config: RunConfig, spec: ModelSpec) -> int:
+    """About what the weights take on a device of this kind, and no less. Needs none."""
+    model = _unfilled_model(config, spec, RankMesh.single(), torch.device("meta"))
+    placed = [cast(PlacedParameter, parameter) for parameter in model.parameters()]
+    # Parameters that are made while they are read have no size yet; no number takes more than 8
+    # bits where they are.
+    return sum(max(p.num_bytes, sum(piece.num_values for piece in p.pieces)) for p in placed)
 
 
 def _plan_memory(
@@ -145,10 +177,8 @@ def _plan_memory(
     # The largest step there can be, on a cache of two blocks: what counts is its peak, not its
     # result.
     runner, _ = _wire(config, spec, model, groups, mesh, device, [2] * len(groups))
-    short = _short_steps(config) if config.max_batch_size > 1 else ()
-    for plan in (_largest_step(config), *short):
-        runner.forward(plan)
-        runner.sample(plan.step_id, LateInputs())
+    run_steps(runner, config)
+    run_sizes(runner, model, config, eager_sizes(config))
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_allocated() - before
     del runner
@@ -157,14 +187,66 @@ def _plan_memory(
     return make_plan(config, weights=weights, activations=activations, free=free, groups=groups)
 
 
+def run_steps(runner: ModelRunner, config: RunConfig) -> None:
+    """The largest there is, for its peak of memory, and short ones."""
+    short = _short_steps(config) if config.max_batch_size > 1 else ()
+    for plan in (_largest_step(config), *short):
+        runner.forward(plan)
+        runner.sample(plan.step_id, LateInputs())
+
+
+def run_sizes(runner: ModelRunner, model: Decoder, config: RunConfig, sizes: Sequence[int]) -> None:
+    """Steps of prompts of so many tokens: what chooses kernels by their number has chosen."""
+    with model.shortened():
+        for size in sizes:
+            num_rows = -(-size // config.max_seq_len)
+            plan = _prompts(size, num_rows, config)
+            runner.forward(plan)
+            runner.sample(plan.step_id, LateInputs())
+
+
+def eager_sizes(config: RunConfig) -> tuple[int, ...]:
+    """Numbers of tokens of a step: powers of two, what follows them, and three in between.
+
+    Kernels are the same within ranges that end at a power of two or somewhere on the way to it;
+    each has one of these.
+    """
+    most = min(config.max_num_tokens, config.max_batch_size * config.max_seq_len)
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    sizes = {p + more for p in powers for more in (0, 1, p // 4, p // 2, p // 4 * 3)}
+    return tuple(sorted(size for size in sizes if size <= most))
+
+
+def eager_decodes(config: RunConfig) -> tuple[int, ...]:
+    """The same of steps of decodes, those that no graph takes."""
+    graphs = config.graph_batch_sizes if config.graph_padding else ()
+    most_in_graphs = max(graphs, default=0)
+    return tuple(n for n in eager_sizes(config) if most_in_graphs < n <= config.max_batch_size)
+
+
+def run_decodes(
+    runner: ModelRunner, model: Decoder, rows: Rows, longest: int, sizes: Sequence[int]
+) -> None:
+    step = runner.decode_step(longest)
+    with model.shortened():
+        for size in sizes:
+            step(decode_inputs(rows, size))
+
+
 def _largest_step(config: RunConfig) -> StepPlan:
-    """One prompt as long as a step may be (or several), and all rows asking for logits.
+    """One prompt as long as a step may be (or several), and all rows asking for logits."""
+    return _prompts(
+        config.max_num_tokens, min(config.max_batch_size, config.max_num_tokens), config
+    )
+
+
+def _prompts(num_tokens: int, num_rows: int, config: RunConfig) -> StepPlan:
+    """So many tokens in so many rows, or fewer where texts are no longer.
 
     The last one goes on from a cached text, which some layers bring into another form in pieces.
     """
-    num_rows = min(config.max_batch_size, config.max_num_tokens)
-    lengths = np.full(num_rows, config.max_num_tokens // num_rows, np.int32)
-    lengths[0] += config.max_num_tokens - lengths.sum()
+    lengths = np.full(num_rows, num_tokens // num_rows, np.int32)
+    lengths[0] += num_tokens - lengths.sum()
     lengths = np.minimum(lengths, config.max_seq_len)
     rows = np.arange(num_rows, dtype=np.int32)
     starts = np.zeros_like(rows)
@@ -219,12 +301,32 @@ def _step(
     )
 
 
+def rehearse(parts: Sequence[Rehearsal], config: RunConfig, spec: ModelSpec) -> None:
+    """Run once, eagerly and on random weights, what these parts name."""
+    mesh = RankMesh.single()
+    model, device, _ = load_model(config, spec, mesh, Timeline())
+    groups = group_layers(model.cache_layers(), config)
+    runner, rows = _wire(config, spec, model, groups, mesh, device, [2] * len(groups))
+    chunks = runner.chunk_step(config.max_seq_len)
+    for part in parts:
+        if part.has_steps:
+            run_steps(runner, config)
+        run_sizes(runner, model, config, part.eager_sizes)
+        if part.has_sampling:
+            rehearse_sampling(model, mesh, device, config, spec)
+        run_decodes(runner, model, rows, config.max_seq_len, part.batch_sizes)
+        for size in part.token_sizes if _captures_chunks(model) else ():
+            chunks(chunk_inputs(rows, size))
+
+
 @torch.inference_mode()
-def rehearse_sampling(loaded: LoadedRank, config: RunConfig, spec: ModelSpec) -> None:
+def rehearse_sampling(
+    model: Decoder, mesh: RankMesh, device: torch.device, config: RunConfig, spec: ModelSpec
+) -> None:
     """Each way to a token once: its kernels are compiled before somebody waits for them."""
-    device, dtype = loaded.device, getattr(torch, config.dtype)
-    logits_LV = loaded.model.logits(torch.zeros(2, spec.hidden_size, dtype=dtype, device=device))
-    if not loaded.mesh.is_sampling_rank:
+    dtype = getattr(torch, config.dtype)
+    logits_LV = model.logits(torch.zeros(2, spec.hidden_size, dtype=dtype, device=device))
+    if not mesh.is_sampling_rank:
         return
     sampler = Sampler(2, spec.vocab_size, device, seed=0)
     rows = np.arange(2, dtype=np.int32)
@@ -271,15 +373,21 @@ def finish_rank(
             config, spec, loaded.model, loaded.groups, loaded.mesh, loaded.device,
             cache.num_blocks,
         )  # fmt: skip
+    longest = longest_sequence(config, cache)
     if loaded.device.type == "cuda":
-        with timeline.phase("rehearse sampling"):
-            rehearse_sampling(loaded, config, spec)
+        with timeline.phase("rehearse"):
+            rehearse_sampling(loaded.model, loaded.mesh, loaded.device, config, spec)
+            run_decodes(runner, loaded.model, rows, longest, eager_decodes(config))
         if config.graph_batch_sizes:
-            _capture_graphs(runner, rows, loaded, config, longest_sequence(config, cache), timeline)
+            _capture_graphs(runner, rows, loaded, config, longest, timeline)
         triton_cache.report_compilations()
     elif config.tp_size == 1:
-        runner.use_tapes(longest_sequence(config, cache))
+        runner.use_tapes(longest)
     return runner
+
+
+def _captures_chunks(model: Decoder) -> bool:
+    return all(layer.captures_chunks for layer in model.cache_layers())
 
 
 def _capture_graphs(
@@ -290,9 +398,7 @@ def _capture_graphs(
     longest: int,
     timeline: Timeline,
 ) -> None:
-    token_sizes = config.graph_token_sizes
-    if not all(layer.captures_chunks for layer in loaded.model.cache_layers()):
-        token_sizes = ()
+    token_sizes = config.graph_token_sizes if _captures_chunks(loaded.model) else ()
     num_graphs = len(config.graph_batch_sizes) + len(token_sizes)
     with timeline.phase(f"capture {num_graphs} graphs"):
         before, pool = torch.cuda.memory_reserved(), GraphPool()
@@ -301,11 +407,7 @@ def _capture_graphs(
             chunk_graphs = ChunkGraphs(runner.chunk_step(longest), token_sizes, rows)
             chunk_graphs.capture(pool)
         graphs = DecodeGraphs(
-            runner.decode_step(longest),
-            config.graph_batch_sizes,
-            config.graph_padding,
-            rows.padding_row,
-            loaded.device,
+            runner.decode_step(longest), config.graph_batch_sizes, config.graph_padding, rows
         )
         graphs.capture(pool)
         runner.use_graphs(graphs, chunk_graphs)

@@ -24,6 +24,17 @@ waits for nothing."""
 CHUNK_ENTRIES = 4  # of a captured step of chunks; the last one is padding
 
 
+def decode_inputs(rows: Rows, size: int) -> Tensor:
+    """Of a step of padding alone, from which one is captured."""
+    return torch.full((size,), rows.padding_row, dtype=torch.int32, device=rows.device)
+
+
+def chunk_inputs(rows: Rows, size: int) -> Tensor:
+    packed = np.zeros(packed_size(CHUNK_ENTRIES, size), np.int32)
+    packed[:CHUNK_ENTRIES] = rows.padding_row
+    return torch.from_numpy(packed).to(rows.device)
+
+
 class GraphPool:
     """The memory that graphs share, which never run at the same time, and the stream of captures.
 
@@ -62,19 +73,12 @@ class _Captured:
 
 
 class DecodeGraphs:
-    def __init__(
-        self,
-        step: GraphStep,
-        sizes: tuple[int, ...],
-        may_pad: bool,
-        padding_row: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, step: GraphStep, sizes: tuple[int, ...], may_pad: bool, rows: Rows) -> None:
         self._step = step
         self._sizes = np.array(sorted(sizes), np.int64)
         self._may_pad = may_pad
-        self._padding_row = padding_row
-        self._rows = torch.full((max(sizes),), padding_row, dtype=torch.int32, device=device)
+        self._padding_row = rows.padding_row
+        self._rows = decode_inputs(rows, max(sizes))
         self._captured: dict[int, _Captured] = {}
         self.num_replays = 0
 
@@ -111,10 +115,7 @@ class ChunkGraphs:
 
     def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
-            packed = np.zeros(packed_size(CHUNK_ENTRIES, size), np.int32)
-            packed[:CHUNK_ENTRIES] = self._rows.padding_row
-            inputs = torch.from_numpy(packed).to(self._rows.device)
-            self._captured[size] = pool.capture(self._step, inputs)
+            self._captured[size] = pool.capture(self._step, chunk_inputs(self._rows, size))
 
     def fits(self, plan: StepPlan) -> bool:
         is_small = int(plan.num_tokens.sum()) <= self._sizes[-1]

@@ -1,12 +1,15 @@
 """What a start on a GPU runs ahead, so that no kernel is compiled while somebody waits."""
 
+import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from penstock.config.resolve import resolve
+from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.hub.folder import local_folder
 from penstock.kernels.device import probe
@@ -14,16 +17,20 @@ from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime import build
 from penstock.sampling import sampler, stages
+from penstock.types.model_spec import ModelSpec
 from penstock.types.step import LateInputs
 
 SIBLINGS = Path(__file__).parents[2] / "siblings"
 
 
-def test_every_way_to_a_token_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = local_folder("tiny")
+def resolved(folder: Path, **settings: Any) -> tuple[RunConfig, ModelSpec]:
     spec = parse_model_spec(folder)
-    asked = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", max_batch_size=4)
-    config = resolve(asked, spec, probe(), str(folder))
+    asked = EngineConfig(model=str(folder), device="cpu", **settings)
+    return resolve(asked, spec, probe(), str(folder)), spec
+
+
+def test_every_way_to_a_token_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, spec = resolved(local_folder("tiny"), dtype="bfloat16", max_batch_size=4)
     loaded = build.load_rank(config, spec, RankMesh.single(), build.Timeline())
     seen = set()
     for module, name in (
@@ -39,7 +46,7 @@ def test_every_way_to_a_token_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> N
             return op(logits_LV, *rest)
 
         monkeypatch.setattr(module, name, noted)
-    build.rehearse_sampling(loaded, config, spec)
+    build.rehearse_sampling(loaded.model, loaded.mesh, loaded.device, config, spec)
     dtypes = (torch.bfloat16, torch.float32)
     kinds = (("argmax", False), ("gumbel_argmax", False), ("gumbel_argmax", True))
     kinds += (("sampling_cutoffs", False),)
@@ -54,13 +61,10 @@ def test_steps_at_start_run_within_the_narrowest_limits(
 ) -> None:
     """On a cache of two blocks, as where memory is planned: rows, tokens of a step, of a text."""
     folder = local_folder("tiny") if name == "tiny" else SIBLINGS / name
-    spec = parse_model_spec(folder)
     rows, tokens, length = limits
-    asked = EngineConfig(
-        model=str(folder), device="cpu", max_batch_size=rows, max_num_tokens=tokens,
-        max_seq_len=length, load_format="dummy",
-    )  # fmt: skip
-    config = resolve(asked, spec, probe(), str(folder))
+    config, spec = resolved(
+        folder, max_batch_size=rows, max_num_tokens=tokens, max_seq_len=length, load_format="dummy"
+    )
     mesh = RankMesh.single()
     loaded = build.load_rank(config, spec, mesh, build.Timeline())
     blocks = [2] * len(loaded.groups)
@@ -73,3 +77,58 @@ def test_steps_at_start_run_within_the_narrowest_limits(
         assert len(tokens_of_step) == plan.num_entries
     length = min(2, tokens // rows)
     assert state.lengths_R[:2].tolist() == [length, length + 1]
+    sizes = build.eager_sizes(config)
+    assert all(size <= min(tokens, rows * config.max_seq_len) for size in sizes)
+    build.run_sizes(runner, loaded.model, config, sizes)
+
+
+@pytest.mark.parametrize("most", [8, 100, 2048, 8192])
+def test_sizes_have_one_in_each_range_where_kernels_stay_the_same(most: int) -> None:
+    """Ranges end at powers of two times whatever a kernel's threshold is, two of which may meet."""
+    config, _ = resolved(
+        local_folder("tiny"), max_batch_size=64, max_num_tokens=max(64, most), max_seq_len=512
+    )
+    config = dataclasses.replace(config, max_num_tokens=most)
+    sizes = build.eager_sizes(config)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] <= most
+    for factor in (1.0, 1.2, 1.28, 1.6, 1.8):
+
+        def kind(size: int, factor: float = factor) -> tuple[int, int]:
+            return (size - 1).bit_length(), int(size / factor).bit_length()
+
+        wanted = {kind(size) for size in range(1, most + 1)}
+        assert wanted <= {kind(size) for size in sizes}, factor
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen2_moe", "qwen3_next"])
+def test_weights_take_no_more_than_is_said_without_a_device(name: str) -> None:
+    config, spec = resolved(SIBLINGS / name, load_format="dummy")
+    _, _, weights = build.load_model(config, spec, RankMesh.single(), build.Timeline())
+    assert weights <= build.most_weight_bytes(config, spec) <= 2 * weights
+
+
+@pytest.mark.parametrize(
+    ("graphs", "has_padding", "eager"),
+    [
+        ((1, 2, 4, 8), True, ()),
+        ((1, 2), True, (3, 4, 5, 6, 7, 8)),
+        ((1, 2), False, (1, 2, 3, 4, 5, 6, 7, 8)),
+        ((), True, (1, 2, 3, 4, 5, 6, 7, 8)),
+    ],
+)
+def test_decodes_that_no_graph_takes(
+    graphs: tuple[int, ...], has_padding: bool, eager: tuple[int, ...]
+) -> None:
+    config, _ = resolved(local_folder("tiny"), max_batch_size=8)
+    config = dataclasses.replace(config, graph_batch_sizes=graphs, graph_padding=has_padding)
+    assert build.eager_decodes(config) == eager
+
+
+def test_a_shortened_model_has_one_layer_of_each_kind() -> None:
+    config, spec = resolved(SIBLINGS / "qwen3_next", load_format="dummy")
+    model = build.load_rank(config, spec, RankMesh.single(), build.Timeline()).model
+    layers = list(model.layers)
+    with model.shortened():
+        kinds = [type(layer.attention) for layer in model.layers]
+        assert len(kinds) == len(set(kinds)) == 2 and model.layers[0] is layers[0]
+    assert list(model.layers) == layers
