@@ -23,7 +23,7 @@ serve: $(STAMP)  ## serve MODEL (default: smollm2, fetched once) on http://local
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
 test: $(STAMP)  ## run the whole test suite, on the CPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)  ## lint, formatting, types, import contracts
 	$(BIN)/ruff check .

@@ -3,6 +3,9 @@
 Without a GPU the Triton kernels run under Triton's interpreter. That is decided when Triton is
 first imported, by whichever test comes first, so it is asked for here.
 
+A test has one thread, and so have the programs it starts: those of another worker of the parallel
+runner have the other cores, and threads that wait for each other's cores spin meanwhile.
+
 Programs that tests start find what they need in their own environment, not in PYTHONPATH: the
 parallel runner puts its own there, and one test's order would decide what another one finds.
 """
@@ -12,14 +15,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # reads it
 
 sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.pop("PYTHONPATH", None)
 
-LONGEST = "test_kernels_compile.py"  # minutes in one test: begun last, others would wait for it
+LONGEST = "test_kernels_compile.py"  # minutes: begun last, all would wait for it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

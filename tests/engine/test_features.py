@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -67,7 +66,7 @@ def chunks(server: Server, path: str = COMPLETIONS, **fields: Any) -> list[dict[
     body = {"stream": True, "temperature": 0} | fields
     if path == COMPLETIONS:
         body = {"prompt": PROMPT} | body
-    reply = httpx.post(f"{server.url}{path}", json=body, timeout=120)
+    reply = server.http.post(path, json=body)
     assert reply.status_code == 200, reply.text
     events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
@@ -529,13 +528,13 @@ def test_the_model_list_and_the_version(server, client):
     reasons = {choice["setting"]: choice["reason"] for choice in version["choices"]}
     assert reasons["max_seq_len"] == "set by max_seq_len"
     assert all(reasons.values())
-    assert httpx.get(f"{server.url}/health_generate").json() == {"status": "ok"}
+    assert server.http.get("/health_generate").json() == {"status": "ok"}
 
 
 def test_metrics_are_iterations_in_json_and_counters_for_prometheus(server):
     complete(server, max_tokens=4)
     deadline = time.monotonic() + 10
-    while not (steps := httpx.get(f"{server.url}/metrics").json()):
+    while not (steps := server.http.get("/metrics").json()):
         assert time.monotonic() < deadline, "no iteration was reported"
         time.sleep(0.1)
     names = {"iter", "iterLatencyMS", "numActiveRequests", "gpuMemUsage", "kvCacheStats"}
@@ -546,7 +545,7 @@ def test_metrics_are_iterations_in_json_and_counters_for_prometheus(server):
     } == steps[-1]["kvCacheStats"].keys()
     assert all(a["iter"] < b["iter"] for a, b in itertools.pairwise(steps))
     for path, accept in (("/metrics", "text/plain"), ("/prometheus/metrics", "*/*")):
-        reply = httpx.get(f"{server.url}{path}", headers={"accept": accept})
+        reply = server.http.get(path, headers={"accept": accept})
         assert reply.headers["content-type"].startswith("text/plain")
         for name in ("trtllm_request_success_total", "vllm:num_requests_running"):
             assert re.search(rf"^{name}{{.*}} \d", reply.text, re.MULTILINE)

@@ -55,7 +55,7 @@ def test_a_gguf_file_with_experts_is_served_from_its_codes(tmp_path, arch):
     path, prompt = tmp_path / "model.gguf", list(range(30, 41))
     held = write_gguf(path, model, QUANT.Q8_0)
     model.load_state_dict({n: torch.from_numpy(v) for n, v in held.items()}, strict=False)
-    with Server(path, **COMMON) as server:
+    with Server(path, **COMMON, num_threads=2) as server:
         assert served(server, prompt) == greedy(model, prompt)
         (num_bytes,) = server.version()["rank_weight_bytes"]
     num_numbers = sum(parameter.numel() for parameter in model.parameters())

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from safetensors.torch import load_file, save_file
@@ -76,7 +75,7 @@ def failed_start(*arguments: str | Path, **environment: str) -> str:
 @pytest.mark.parametrize(("num_tokens", "sizes"), [(1, [1]), (5, [1, 4]), (12, [1, 4, 5, 2])])
 def test_a_chunk_comes_every_stream_interval_tokens(tight, num_tokens, sizes):
     body = {"prompt": "The river", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-    reply = httpx.post(f"{tight.url}{COMPLETIONS}", json={**body, "detokenize": False}, timeout=60)
+    reply = tight.http.post(COMPLETIONS, json={**body, "detokenize": False})
     events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     counts = [len(json.loads(event)["choices"][0]["token_ids"]) for event in events[:-1]]
     assert [count for count in counts if count] == sizes
@@ -90,7 +89,7 @@ def test_a_longer_context_than_the_cache_holds_is_lowered_aloud(tight):
     assert reasons["max_seq_len"] in tight.log.read_text()
     reply = tight.post(COMPLETIONS, prompt="The river", ignore_eos=True)
     assert reply["usage"]["total_tokens"] == TIGHT_POOL
-    too_long = httpx.post(f"{tight.url}{COMPLETIONS}", json={"prompt": [5] * TIGHT_POOL})
+    too_long = tight.http.post(COMPLETIONS, json={"prompt": [5] * TIGHT_POOL})
     assert too_long.status_code == 400
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
@@ -130,12 +129,12 @@ def test_every_route_but_health_asks_for_the_key(guarded):
     assert ["GET", "/version"] in asked
     for method, path in asked:
         for headers in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": KEY}):
-            reply = httpx.request(method, guarded.url + path, headers=headers)
+            reply = guarded.http.request(method, path, headers=headers)
             assert reply.status_code == (200 if path == "/health" else 401), (path, headers)
             assert path == "/health" or reply.headers["www-authenticate"] == "Bearer"
     headers = {"Authorization": f"Bearer {KEY}"}
-    assert httpx.get(f"{guarded.url}/version", headers=headers).status_code == 200
-    assert KEY not in httpx.get(f"{guarded.url}/version", headers=headers).text
+    assert guarded.http.get("/version", headers=headers).status_code == 200
+    assert KEY not in guarded.http.get("/version", headers=headers).text
     assert KEY not in guarded.log.read_text()
 
 
@@ -184,7 +183,7 @@ def test_ids_go_in_and_come_out_without_a_tokenizer(blind):
     [choice] = blind.post(COMPLETIONS, **body)["choices"]
     assert len(choice["token_ids"]) == 4 and choice["text"] == ""
     assert blind.post(COMPLETIONS, **body)["choices"][0]["token_ids"] == choice["token_ids"]
-    reply = httpx.post(f"{blind.url}{COMPLETIONS}", json={**body, "stream": True}, timeout=60)
+    reply = blind.http.post(COMPLETIONS, json={**body, "stream": True})
     events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
     parts = [json.loads(event)["choices"][0] for event in events[:-1]]
     assert [one for part in parts for one in part["token_ids"]] == choice["token_ids"]
@@ -206,7 +205,7 @@ def test_ids_go_in_and_come_out_without_a_tokenizer(blind):
     ids=str,
 )
 def test_text_is_refused_without_a_tokenizer(blind, path, body):
-    reply = httpx.post(f"{blind.url}{path}", json=body, timeout=60)
+    reply = blind.http.post(path, json=body)
     assert reply.status_code == 400
     assert "tokenizer" in reply.json()["error"]["message"]
 
@@ -216,9 +215,9 @@ def test_no_more_steps_are_kept_than_max_stats_len(blind):
         steps = blind.counters()["steps"]
         blind.post(COMPLETIONS, prompt=[5], max_tokens=20, ignore_eos=True)
         assert blind.counters()["steps"] == steps + 20
-    kept = [step["iter"] for step in httpx.get(f"{blind.url}/metrics").json()]
+    kept = [step["iter"] for step in blind.http.get("/metrics").json()]
     assert kept == [steps + 17, steps + 18, steps + 19]
-    assert httpx.get(f"{blind.url}/metrics").json() == []
+    assert blind.http.get("/metrics").json() == []
 
 
 # Servers that do not start

@@ -50,8 +50,15 @@ def tapes_of(model):
     return DecodeTapes(lambda batch: model.logits(model(batch)), MAX_LEN)
 
 
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    native.set_num_threads(request.param)
+    yield
+    native.set_num_threads(torch.get_num_threads())
+
+
 @torch.inference_mode()
-def test_a_tape_gives_the_logits_of_the_model(tmp_path):
+def test_a_tape_gives_the_logits_of_the_model(tmp_path, threads):
     model, rows = load(tmp_path, QUANT.Q4_1)
     tapes, ran = tapes_of(model), []
     run = type(model).forward

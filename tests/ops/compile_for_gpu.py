@@ -2,8 +2,12 @@
 
 The interpreter runs a kernel as Python and so accepts what the compiler refuses. Here the launch is
 replaced by a compilation for sm_90 from the very arguments of the launch.
+
+    python compile_for_gpu.py [PART ...]
 """
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,10 +82,39 @@ def compile_instead(
         assert shared <= SHARED_BYTES, f"{key} takes {shared} bytes of shared memory"
 
 
-def compile_sampling(dtype: torch.dtype, device: torch.device) -> None:
+def compile_ops(part: str, device: torch.device) -> None:
+    """Of a package of penstock.kernels that is a part, or of all those that are none."""
+    for case in OP_CASES:
+        package = case.op.reference.__module__.split(".")[2]
+        if part != (package if package in PARTS else "others"):
+            continue
+        args = case.make(torch.bfloat16, device)
+        for impl in case.op.implementations().values():
+            if impl.needs.kind == "cuda" and (impl.fits is None or impl.fits(*args)):
+                impl.run(*args)
+
+
+def compile_attention(device: torch.device) -> None:
+    for case in (
+        decodes(1, 700, num_heads=8),
+        decodes(90, head_size=80, window=40),
+        decodes(*[40] * 300, head_size=128, num_heads=16),
+        decodes(1, 700, head_size=256, num_heads=40, block_size=64),
+        prefills((50, 90), head_size=128, num_heads=8),
+        prefills((50, 90), head_size=256, window=16),
+        AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, fp8=True),
+        AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, int8=True),
+        decodes(*[40] * 300, head_size=128, num_heads=16, int8=True),
+        AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
+        *sink_cases((40, 700), ((50, 90),), 128),
+    ):
+        get_backend("triton").attend(*make_attention(case, torch.bfloat16, device).unpack())
+
+
+def compile_sampling(device: torch.device) -> None:
     from penstock.kernels.sampling import triton as kernels
 
-    logits_LV = torch.zeros(2, 9001, dtype=dtype, device=device)
+    logits_LV = torch.zeros(2, 9001, dtype=torch.bfloat16, device=device)
     ones_L, ids_L = torch.ones(2, device=device), torch.arange(2, device=device)
     kernels.argmax(logits_LV)
     for cutoffs_L in (None, ones_L):
@@ -126,40 +159,30 @@ def compile_hopper_coded(device: torch.device) -> None:
     ):  # fmt: skip
         coded = random_coded(kind, 144, 1024, group, has_zeros, device)
         weight = pack_coded([coded], keeps_zeros=has_zeros)
-        for rows in hopper.CONFIGS:
-            x = torch.zeros(3, 1024, dtype=torch.bfloat16, device=device)
-            assert hopper.fits(x, weight)
-            for splits in (1, 2):
-                hopper.linear(x, weight, None, rows=rows, splits=splits)
+        x = torch.zeros(3, 1024, dtype=torch.bfloat16, device=device)
+        assert hopper.fits(x, weight)
+        for rows in hopper.CONFIGS if kind == "fp4" else (16, 128):
+            hopper.linear(x, weight, None, rows=rows, splits=1 if rows == 16 else 2)
+
+
+# What is compiled beside the ops; each part takes about as long.
+PARTS: dict[str, tuple[Callable[[torch.device], None], ...]] = {
+    "attention": (compile_attention, compile_hopper_prefill),
+    "coded": (compile_hopper_coded,),
+    "moe": (compile_hopper_mxfp4,),
+    "recurrent": (),
+    "others": (compile_sampling,),
+}
 
 
 def main() -> None:
     JITFunction.run = compile_instead
     pdl.launch_options = lambda x: {"PDL": True, "launch_pdl": True}
-    device, dtype = torch.device("cpu"), torch.bfloat16
-    for case in OP_CASES:
-        args = case.make(dtype, device)
-        for impl in case.op.implementations().values():
-            if impl.needs.kind == "cuda" and (impl.fits is None or impl.fits(*args)):
-                impl.run(*args)
-    for case in (
-        decodes(1, 700, num_heads=8),
-        decodes(90, head_size=80, window=40),
-        decodes(*[40] * 300, head_size=128, num_heads=16),
-        decodes(1, 700, head_size=256, num_heads=40, block_size=64),
-        prefills((50, 90), head_size=128, num_heads=8),
-        prefills((50, 90), head_size=256, window=16),
-        AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, fp8=True),
-        AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, int8=True),
-        decodes(*[40] * 300, head_size=128, num_heads=16, int8=True),
-        AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
-        *sink_cases((40, 700), ((50, 90),), 128),
-    ):
-        get_backend("triton").attend(*make_attention(case, dtype, device).unpack())
-    compile_hopper_prefill(device)
-    compile_hopper_mxfp4(device)
-    compile_hopper_coded(device)
-    compile_sampling(dtype, device)
+    device = torch.device("cpu")
+    for part in sys.argv[1:] or PARTS:
+        compile_ops(part, device)
+        for compile_more in PARTS[part]:
+            compile_more(device)
     print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
 
 

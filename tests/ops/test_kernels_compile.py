@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+from compile_for_gpu import PARTS
 
 
-def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(part: str, tmp_path: Path) -> None:
     """In its own process: this one may have chosen the interpreter, for good."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = Path(__file__).with_name("compile_for_gpu.py")
     ran = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
+        [sys.executable, str(script), part], env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "compiled" in ran.stdout

@@ -264,7 +264,7 @@ def unwritten_numbers_are_nan():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+@pytest.mark.parametrize("num_tokens", [1, 3, 9])
 @pytest.mark.parametrize("format", ["plain", "fp8 rows", "fp8 blocks", "mxfp4"])
 def test_experts_that_lie_elsewhere_add_nothing(format, num_tokens, unwritten_numbers_are_nan):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

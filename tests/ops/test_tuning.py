@@ -36,7 +36,7 @@ KINDS = {
 H200 = "NVIDIA H200"
 LLAMA_8B = tuning.SHAPES["llama-3.1-8b"]
 TINY = tuning.Shape(
-    hidden=64, features=96, heads=4, kv_heads=2, head_size=32, vocabulary=80,
+    hidden=64, features=96, heads=2, kv_heads=1, head_size=16, vocabulary=80,
     experts=Layer(hidden=64, features=32, num_experts=5, num_active=2, format="plain"),
 )  # fmt: skip
 

@@ -240,17 +240,17 @@ def test_the_profiled_engine_decodes_all_sequences():
         assert engine.counters.prefill_chunks == prefilled
 
 
-class Answers(socketserver.BaseRequestHandler):
+class Answers(socketserver.StreamRequestHandler):
     """Each request gets as many events as it asks for tokens, in pieces."""
 
     def handle(self) -> None:
         head = b""
-        while b"\r\n\r\n" not in head:
-            head += self.request.recv(1)
+        while not head.endswith(b"\r\n\r\n"):
+            if not (line := self.rfile.readline()):
+                return  # the time is over
+            head += line
         size = int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0])
-        body = b""
-        while len(body) < size:
-            body += self.request.recv(size - len(body))
+        body = self.rfile.read(size)
         self.server.asked.append(json.loads(body))
         events = (
             b'data: {"choices":[{"text":"x"}]}\n\n' * json.loads(body)["max_tokens"]

@@ -125,11 +125,12 @@ def _numbers(
 @gluon.jit
 def _words(w_tiles, at, PLANES: gl.constexpr, WORDS: gl.constexpr):
     """(lower plane, upper plane)"""
-    tile = w_tiles.index(at)
+    words = w_tiles.index(at).load(WORDS)
     if PLANES == 1:
-        words = tile.load(WORDS)
         return words, words
-    return tile.slice(0, _WORDS, dim=1).load(WORDS), tile.slice(_WORDS, _WORDS, dim=1).load(WORDS)
+    lower, upper = gl.split(words.reshape([32, 2, _WORDS]).permute([0, 2, 1]))
+    lower = gl.convert_layout(lower, WORDS, assert_trivial=True)
+    return lower, gl.convert_layout(upper, WORDS, assert_trivial=True)
 
 
 @gluon.jit
