@@ -125,12 +125,14 @@ def _numbers(
 @gluon.jit
 def _words(w_tiles, at, PLANES: gl.constexpr, WORDS: gl.constexpr):
     """(lower plane, upper plane)"""
-    words = w_tiles.index(at).load(WORDS)
+    tile = w_tiles.index(at)
     if PLANES == 1:
-        return words, words
-    lower, upper = gl.split(words.reshape([32, 2, _WORDS]).permute([0, 2, 1]))
-    lower = gl.convert_layout(lower, WORDS, assert_trivial=True)
-    return lower, gl.convert_layout(upper, WORDS, assert_trivial=True)
+        lower = tile.load(WORDS)
+        upper = lower
+    else:
+        lower = tile.slice(0, _WORDS, dim=1).load(WORDS)
+        upper = tile.slice(_WORDS, _WORDS, dim=1).load(WORDS)
+    return lower, upper
 
 
 @gluon.jit
