@@ -339,12 +339,10 @@ def _places(kind: Kind) -> list[list[tuple[int, ...]]]:
     if kind == "fp4":
         return [[tuple((at + half) % 32 for at in bits) for half in (0, 16)] for bits in PLACES]
     if kind == "nf4":
-        firsts = [4 * code for code in range(8)]
-        bits: list[tuple[int, ...]] = [
-            (at, at + 1, at + 2, 8 * (code % 4) + (7 if code < 4 else 3))
-            for code, at in enumerate(firsts)
+        codes: list[tuple[int, ...]] = [
+            (4 * n, 4 * n + 1, 4 * n + 2, 8 * (n % 4) + (7 if n < 4 else 3)) for n in range(8)
         ]
-        return [bits[i : i + 2] for i in range(0, 8, 2)]
+        return [codes[n : n + 2] for n in range(0, 8, 2)]
     return [[tuple(range(4 * j + half, 4 * j + half + 4)) for half in (0, 16)] for j in range(4)]
 
 
