@@ -1,10 +1,12 @@
-"""What kernels in Gluon share: names that differ between versions, and descriptors of memory."""
+"""What kernels in Gluon share: names that differ between versions, operands made of pairs, and
+descriptors of memory."""
 
 import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -14,6 +16,28 @@ copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
     gl.shared_memory_descriptor._reinterpret
 )
+
+
+@gluon.jit
+def _bf16_pair(pairs):
+    """Two bfloat16 in 32 bits, the lower one first."""
+    low = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def slab_of_pairs(a, b, c, d, LAYOUT: gl.constexpr):
+    """[64, 64], a tensor core's left operand, of pairs [32, 16] of bfloat16 in 32 bits.
+
+    `a` and `b` are two groups of 32 inputs of a slab's first half of rows, `c` and `d` of the
+    second; words lie as in `moe.weights`. Each thread has what it needs already.
+    """
+    first, second = gl.join(_bf16_pair(a), _bf16_pair(b)), gl.join(_bf16_pair(c), _bf16_pair(d))
+    # [warp, row, word / 4, word % 4, neighbour, group, half of the slab]
+    parts = gl.join(first, second).reshape([4, 8, 4, 4, 2, 2, 2])
+    parts = parts.permute([0, 6, 1, 5, 3, 2, 4])
+    return gl.convert_layout(parts.reshape([64, 64]), LAYOUT, assert_trivial=True)
 
 
 @dataclass(frozen=True, slots=True)

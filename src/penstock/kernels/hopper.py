@@ -2,6 +2,7 @@
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -34,6 +35,17 @@ class HopperKernels:
                 except (ImportError, AttributeError) as error:
                     self.give_up(error)
         return self._module
+
+    def result(self, name: str, x: Tensor, *args: Any) -> Tensor | None:
+        """What the module's function gives; None where the other kernel must compute."""
+        if (kernels := self.module(x)) is None:
+            return None
+        try:
+            y: Tensor = getattr(kernels, name)(x, *args)
+            return y
+        except Exception as error:  # of a lost device: the other kernel meets it again
+            self.give_up(error)
+            return None
 
     def give_up(self, error: Exception) -> None:
         """A kernel could not be built, or launched: the module is not tried again. A step that ran

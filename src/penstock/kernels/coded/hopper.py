@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock.kernels.coded import decode
 from penstock.kernels.coded.weights import TILE, WORDS, CodedWeight
 from penstock.kernels.device import num_places
-from penstock.kernels.gluon_tools import copy, descriptor, view
+from penstock.kernels.gluon_tools import copy, descriptor, slab_of_pairs, view
 from penstock.kernels.moe.triton_sum import sum_parts
 from penstock.kernels.moe.triton_tiles import mxfp4_pairs, scaled_pairs
 from penstock.kernels.pdl import launch_options
@@ -94,8 +94,8 @@ def _numbers(
     words, upper, s_tiles, z_tiles, at, J: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr,
     HAS_ZEROS: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """[32, 16, 2]: what the words' J-th pairs stand for, with their groups' scales; fp4: 2^-19
-    times that."""
+    """[32, 16] pairs: what the words' J-th stand for, with their groups' scales; fp4: 2^-19 times
+    that."""
     if KIND == "fp4":
         word = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, WORDS))[None, :]
         even = _wide(_column(s_tiles, at, 0, WORDS), words)
@@ -117,9 +117,7 @@ def _numbers(
         if SCALES > 0:
             factor = _twice(_column(s_tiles, at, J * SCALES // 4, WORDS))
             pairs = _scaled_pairs(pairs, _wide(factor, pairs), 0)
-    low = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.join(low, high)
+    return pairs
 
 
 @gluon.jit
@@ -146,10 +144,7 @@ def _left(
     b = _numbers(words0, upper0, s_tiles, z_tiles, at, J + 1, KIND, SCALES, HAS_ZEROS, WORDS)
     c = _numbers(words1, upper1, s_tiles, z_tiles, at + 1, J, KIND, SCALES, HAS_ZEROS, WORDS)
     d = _numbers(words1, upper1, s_tiles, z_tiles, at + 1, J + 1, KIND, SCALES, HAS_ZEROS, WORDS)
-    # [warp, row, word / 4, word % 4, neighbour, group, half of the slab]
-    parts = gl.join(gl.join(a, b), gl.join(c, d)).reshape([4, 8, 4, 4, 2, 2, 2])
-    parts = parts.permute([0, 6, 1, 5, 3, 2, 4])
-    return gl.convert_layout(parts.reshape([64, _PANEL]), LAYOUT, assert_trivial=True)
+    return slab_of_pairs(a, b, c, d, LAYOUT)
 
 
 @gluon.jit

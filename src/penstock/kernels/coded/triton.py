@@ -41,7 +41,7 @@ from penstock.kernels.hopper import HopperKernels
 from penstock.kernels.moe.gate import SILU, Gate, gated
 from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.moe.triton_tiles import halves, mxfp4_pairs, scaled_pairs
+from penstock.kernels.moe.triton_tiles import bf16_pair, halves, mxfp4_pairs, scaled_pairs
 from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -65,14 +65,6 @@ class CodedConfig:
 @triton.jit
 def _as_pair(low, high, DTYPE: tl.constexpr):
     return tl.join(low.to(DTYPE), high.to(DTYPE))
-
-
-@triton.jit
-def _bf16_pair(pairs):
-    """Two bfloat16 in 32 bits, the lower one first."""
-    low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return tl.join(low, high)
 
 
 @triton.jit
@@ -107,7 +99,7 @@ def _numbers(
             pairs = nf4_pairs(words, J)
         else:
             pairs = scaled_pairs(mxfp4_pairs(words, J), fp4_factors(scales, J), J)
-        result = _bf16_pair(pairs)
+        result = bf16_pair(pairs)
     elif KIND == "fp4":
         low, high = halves(mxfp4_pairs(words, J))
         power = (scales >> (8 * J)) & 255
@@ -432,12 +424,9 @@ def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
     ),
 )
 def coded_linear_on_hopper(x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None) -> Tensor:
-    if (kernels := _HOPPER.module(x_TI)) is not None:
-        try:
-            y_TO: Tensor = kernels.linear(x_TI, weight, bias_O)
-            return y_TO
-        except Exception as error:  # of a lost device: the launches below meet it again
-            _HOPPER.give_up(error)
+    y_TO = _HOPPER.result("linear", x_TI, weight, bias_O)
+    if y_TO is not None:
+        return y_TO
     if x_TI.shape[0] > _MAX_TOKENS:
         return coded_linear_unpacked(x_TI, weight, bias_O)
     return coded_linear_decoded(x_TI, weight, bias_O)

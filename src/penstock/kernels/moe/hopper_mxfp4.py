@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.kernels.gluon_tools import copy, descriptor, view
+from penstock.kernels.gluon_tools import copy, descriptor, slab_of_pairs, view
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
@@ -71,24 +71,18 @@ CONFIGS = {  # by pairs of a block
 
 @gluon.jit
 def _numbers(words, powers, J: gl.constexpr):
-    """[32, 16, 2]: 2^-32 times the values of the J-th group of inputs."""
+    """[32, 16] pairs: 2^-32 times the values of the J-th group of inputs."""
     factors, pairs = gl.broadcast(_factors_of(powers, J)[:, None], _pairs(words, J))
-    pairs = _scaled_pairs(pairs, factors, J)
-    low = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.join(low, high)
+    return _scaled_pairs(pairs, factors, J)
 
 
 @gluon.jit
 def _left(words0, words1, powers0, powers1, PANEL: gl.constexpr, LAYOUT: gl.constexpr):
     """[64, 64]: a slab's numbers of the first or second half of a tile's inputs."""
     J: gl.constexpr = 2 * PANEL
-    first = gl.join(_numbers(words0, powers0, J), _numbers(words0, powers0, J + 1))
-    second = gl.join(_numbers(words1, powers1, J), _numbers(words1, powers1, J + 1))
-    # [warp, row, word / 4, word % 4, neighbour, group, half of the slab]
-    parts = gl.join(first, second).reshape([4, 8, 4, 4, 2, 2, 2])
-    parts = parts.permute([0, 6, 1, 5, 3, 2, 4])
-    return gl.convert_layout(parts.reshape([64, _PANEL]), LAYOUT, assert_trivial=True)
+    a, b = _numbers(words0, powers0, J), _numbers(words0, powers0, J + 1)
+    c, d = _numbers(words1, powers1, J), _numbers(words1, powers1, J + 1)
+    return slab_of_pairs(a, b, c, d, LAYOUT)
 
 
 @gluon.jit

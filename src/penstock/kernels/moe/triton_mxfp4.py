@@ -23,7 +23,14 @@ from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.moe.triton_tiles import factors_of, gate_of, halves, mxfp4_pairs, scaled_pairs
+from penstock.kernels.moe.triton_tiles import (
+    bf16_pair,
+    factors_of,
+    gate_of,
+    halves,
+    mxfp4_pairs,
+    scaled_pairs,
+)
 from penstock.kernels.moe.weights import ExpertWeights
 from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -49,14 +56,13 @@ def _numbers(words, powers, J: tl.constexpr, AS_BF16: tl.constexpr):
     """[R, 16, 2]: 2^-32 times the values of the J-th group of inputs."""
     pairs = mxfp4_pairs(words, J)
     if AS_BF16:
-        pairs = scaled_pairs(pairs, tl.broadcast_to(factors_of(powers, J)[:, None], pairs.shape), J)
-        low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        factors = tl.broadcast_to(factors_of(powers, J)[:, None], pairs.shape)
+        numbers = bf16_pair(scaled_pairs(pairs, factors, J))
     else:
         factor = (((powers >> (8 * J)) & 255) << 23).to(tl.float32, bitcast=True)[:, None]
         low, high = halves(pairs)
-        low, high = low * factor, high * factor
-    return tl.join(low, high)
+        numbers = tl.join(low * factor, high * factor)
+    return numbers
 
 
 @triton.jit
@@ -262,13 +268,8 @@ def experts_mxfp4_on_hopper(
     gate: Gate,
 ) -> Tensor:
     args = (x_TD, slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate)
-    if (kernels := _HOPPER.module(x_TD)) is not None:
-        try:
-            y_TD: Tensor = kernels.experts(*args)
-            return y_TD
-        except Exception as error:  # of a lost device: the launches below meet it again
-            _HOPPER.give_up(error)
-    return experts_mxfp4(*args)
+    y_TD = _HOPPER.result("experts", *args)
+    return experts_mxfp4(*args) if y_TD is None else y_TD
 
 
 @experts.impl(

@@ -47,6 +47,14 @@ def scaled_pairs(pairs, factors, J: tl.constexpr):
 
 
 @triton.jit
+def bf16_pair(pairs):
+    """Two bfloat16 in 32 bits, the lower one first."""
+    low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
 def halves(pairs):
     """Two bfloat16 in 32 bits as floats."""
     return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
