@@ -24,6 +24,7 @@ from penstock.core.scheduler import Scheduler
 from penstock.errors import PenstockError
 from penstock.hub.folder import local_folder
 from penstock.ipc import channel
+from penstock.ipc.address import folder_of
 from penstock.ipc.messages import (
     PROTOCOL_VERSION,
     ClientLeft,
@@ -151,6 +152,7 @@ class Engine:
         runner = finish_rank(loaded, self.config, self.spec, cache, timeline)
         builders.done()
         self._wire(loaded, runner, cache)
+        timeline.add_rest()
         mailbox.open(self._info(loaded, cache, [loaded.memory.weights, *weights], timeline))
 
     def _wire(self, loaded: LoadedRank, runner: ModelRunner, cache: CacheSize) -> None:
@@ -272,7 +274,8 @@ def main() -> None:
     config = EngineConfig.model_validate(task["config"])
     log.setup("engine", config.log_level)
     copies = stand_by(config)
-    timeline = Timeline()
+    timeline = Timeline(task["begun_at"])
+    timeline.phases.append(("read settings", task["spawned_at"] - task["begun_at"]))
     timeline.phases.append(("start process and import torch", time.time() - task["spawned_at"]))
     mailbox = Mailbox(task["address"])
     stopping = threading.Event()
@@ -287,8 +290,7 @@ def main() -> None:
 
     on_parent_exit(leave)
     try:
-        folder = channel.folder_of(task["address"])
-        engine = Engine(config, mailbox, folder, timeline, copies)
+        engine = Engine(config, mailbox, folder_of(task["address"]), timeline, copies)
     except Exception as error:
         if not isinstance(error, PenstockError):
             _log.exception("the engine did not start")

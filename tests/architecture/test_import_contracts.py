@@ -48,8 +48,10 @@ from penstock.cli.bench import load_tokenizer
 assert len(DATASETS["random-ids"](DatasetOptions(num_prompts=3), load_tokenizer("tiny"))) == 3
 """,
     "the server": """
+from penstock.server import lifespan
 from penstock.server.launch import bind
 bind("127.0.0.1", 0).close()
+assert lifespan.FirstFrontEnd
 """,
 }
 

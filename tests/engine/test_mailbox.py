@@ -4,6 +4,7 @@ import pytest
 
 from penstock.engine_process import Mailbox
 from penstock.ipc import channel
+from penstock.ipc.address import address
 from penstock.ipc.messages import (
     PROTOCOL_VERSION,
     ClientLeft,
@@ -21,7 +22,7 @@ from penstock.types.sampling import SamplingParams
 class Client:
     def __init__(self, number: int, folder: str, engine: str) -> None:
         self.number = number
-        self.inbox = channel.Receiver(channel.address(folder, "client"), ToClient)
+        self.inbox = channel.Receiver(address(folder, "client"), ToClient)
         self.outbox = channel.Sender(engine)
 
     def hello(self) -> None:
@@ -42,7 +43,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def mailbox(folder) -> Mailbox:
-    return Mailbox(channel.address(folder, "engine"))
+    return Mailbox(address(folder, "engine"))
 
 
 @pytest.fixture

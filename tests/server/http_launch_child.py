@@ -1,6 +1,8 @@
 """`serve` with an engine that is not there: python http_launch_child.py MODE PORT."""
 
 import asyncio
+import os
+import signal
 import sys
 import time
 
@@ -9,11 +11,17 @@ from http_fakes import FakePipeline
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.frontend.engine import EngineHandle
-from penstock.server import launch
+from penstock.server import launch, lifespan
 
 
 class FakeEngine(EngineHandle):
     end = 1e18
+
+    mode = ""
+
+    def start(self, *_: object) -> None:
+        if self.mode == "signalled":
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def is_alive(self) -> bool:
@@ -28,7 +36,7 @@ def main(mode: str, port: int) -> int:
             raise ConfigError("the checkpoint has no config.json")
         if mode == "breaks":
             raise RuntimeError("a mistake of ours")
-        await asyncio.sleep(60 if mode == "loads" else 0.5)
+        await asyncio.sleep(60 if mode in ("loads", "signalled") else 0.5)
         if mode == "dies":
             engine.end = time.monotonic() + 1.0
         return FakePipeline()
@@ -37,12 +45,14 @@ def main(mode: str, port: int) -> int:
         engine.stop()
         print(f"engine stopped, aborted {pipeline.aborted}", file=sys.stderr, flush=True)
 
+    FakeEngine.mode = mode
     launch.EngineHandle = FakeEngine  # type: ignore[misc]
-    launch.tokenizer_folder = lambda config: None
-    launch.start_engine = start_engine  # type: ignore[assignment]
-    launch.stop_pipeline = stop_pipeline  # type: ignore[assignment]
-    launch._DRAIN_S = 1
-    return launch.serve(EngineConfig(model="org/model", host="127.0.0.1", port=port))
+    if mode != "misses":
+        launch.tokenizer_folder = lambda config: None
+    lifespan.start_engine = start_engine  # type: ignore[assignment]
+    lifespan.stop_pipeline = stop_pipeline  # type: ignore[assignment]
+    lifespan._DRAIN_S = 1
+    return launch.serve(EngineConfig(model="/no/such/folder", host="127.0.0.1", port=port))
 
 
 if __name__ == "__main__":

@@ -108,6 +108,20 @@ def test_a_signal_while_loading_ends_the_process(start):
     assert READY not in server.log
 
 
+def test_a_signal_before_the_server_hears_of_signals_ends_the_process(start):
+    server = start("signalled")
+    assert server.process.wait(20) == 1
+    assert "stopped while the engine was starting" in server.log
+    assert READY not in server.log and "Traceback" not in server.log
+
+
+def test_a_model_that_is_not_there_is_one_line_before_anything_is_started(start):
+    server = start("misses")
+    assert server.process.wait(20) == 1
+    assert "model '/no/such/folder': no such folder" in server.log
+    assert "Waiting for application startup" not in server.log and "Traceback" not in server.log
+
+
 def test_a_configuration_that_cannot_start_is_one_line(start):
     server = start("refuses")
     assert server.process.wait(20) == 1

@@ -6,6 +6,7 @@
 import argparse
 import importlib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -278,11 +279,13 @@ def _exit(build: Callable[[], _Parser], argv: Sequence[str]) -> NoReturn:
 
 
 def _run(parser: _Parser, argv: Sequence[str]) -> int:
+    begun_at = time.time()
     args, extra = parser.parse_known_args(normalise(argv))
     if "module" not in args:
         refuse_unknown(extra, parser.flag_names)
         parser.print_help()
         return 0
     refuse_unknown(extra, args.parser.flag_names)
+    args.begun_at = begun_at
     status: int = importlib.import_module(args.module).run(args)
     return status

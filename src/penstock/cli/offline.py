@@ -23,8 +23,8 @@ from penstock.config.load import load_config, read_yaml
 from penstock.config.schema import EngineConfig
 from penstock.config.trtllm_fields import put
 from penstock.errors import ConfigError
-from penstock.hub.folder import local_folder
-from penstock.text.tokenizer import Tokenizer, has_tokenizer
+from penstock.hub.folder import has_tokenizer, local_folder
+from penstock.text.tokenizer import Tokenizer
 
 _logger = log.get(__name__)
 _NUM_SYNTHETIC = 100

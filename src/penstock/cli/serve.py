@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     config = with_model_fetched(build_config(args))
     from penstock.server.launch import serve
 
-    status: int = serve(config)
+    status: int = serve(config, args.begun_at)
     return status
 
 

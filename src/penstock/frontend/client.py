@@ -14,7 +14,8 @@ from dataclasses import fields
 
 from penstock import log
 from penstock.errors import BackendError, CapacityError, WorkerDied
-from penstock.ipc.channel import AsyncReceiver, ChannelFull, Sender, address
+from penstock.ipc.address import address
+from penstock.ipc.channel import AsyncReceiver, ChannelFull, Sender
 from penstock.ipc.messages import (
     PROTOCOL_VERSION,
     Abort,

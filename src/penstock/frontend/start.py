@@ -7,19 +7,16 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from penstock import log
 from penstock.config.schema import EngineConfig
 from penstock.frontend.client import EngineClient
 from penstock.frontend.engine import EngineHandle
+from penstock.frontend.files import tokenizer_folder
 from penstock.frontend.pipeline import GenerationPipeline
-from penstock.hub.folder import local_folder
-from penstock.ipc.channel import folder_of
+from penstock.ipc.address import folder_of
 from penstock.text.chat import ChatTemplate, read_chat_template
 from penstock.text.dialect import Dialect, choose_dialect
 from penstock.text.harmony_prompt import HarmonyTemplate, is_gpt_oss
-from penstock.text.tokenizer import Tokenizer, has_tokenizer
-
-_log = log.get(__name__)
+from penstock.text.tokenizer import Tokenizer
 
 
 async def start_pipeline(config: EngineConfig) -> tuple[GenerationPipeline, EngineHandle]:
@@ -36,7 +33,8 @@ async def start_engine(
     open_elsewhere: Callable[[], int] = lambda: 0,
     tell_open: Callable[[int], None] = lambda num_open: None,
 ) -> GenerationPipeline:
-    """The pipeline of the front end that owns the engine; `folder` is the tokenizer's.
+    """The pipeline of the front end that owns the engine, which may be on its way already; `folder`
+    is the tokenizer's.
 
     The tokenizer is loaded while the engine starts; if either fails, nothing is left behind.
     """
@@ -48,7 +46,9 @@ async def start_engine(
         tell_open=tell_open,
     )
     try:
-        handle.start(config.model_dump(mode="json"), lambda said: client.engine_died(0, said))
+        if not handle.is_started:
+            handle.start(config.model_dump(mode="json"))
+        handle.ended.add_done_callback(lambda ended: client.engine_died(0, ended.result()))
         return await _connect(client, config, folder)
     except BaseException:
         await _stop(client, handle)
@@ -115,23 +115,6 @@ def _chat_template(
     if is_own and any(map(is_gpt_oss, templates.values())):
         return HarmonyTemplate()
     return ChatTemplate(templates, tokenizer.special_tokens) if templates else None
-
-
-def tokenizer_folder(config: EngineConfig) -> Path | None:
-    """Where the tokenizer's files are, fetched if need be. None: there shall be no tokenizer.
-
-    Random weights need none: a folder with nothing but a config.json is enough to measure speed.
-    """
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is None:
-        folder = local_folder(config.model, config.revision, weights=False)
-        if config.load_format == "dummy" and not has_tokenizer(folder):
-            _log.warning("'%s' has no tokenizer: prompts must be token ids, as answers are", folder)
-            return None
-        return folder
-    given = Path(config.tokenizer).expanduser()
-    return given if given.is_dir() else local_folder(config.tokenizer, weights=False)
 
 
 async def _stop(client: EngineClient, handle: EngineHandle) -> None:

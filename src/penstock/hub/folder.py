@@ -4,25 +4,14 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from penstock.errors import ConfigError
 from penstock.hub.catalog import CATALOG
 from penstock.hub.gguf import SUFFIX, is_gguf
-from penstock.hub.pull import MODEL_FILES, WEIGHTS, fetch_known
+from penstock.hub.pull import fetch_known
 
 TINY = "tiny"  # the built-in model: part of the package, so that the server runs without a download
 
-_UNWANTED = ("*/*", "consolidated*")  # other layouts of the same weights
+_TOKENIZER = "tokenizer.json"
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _HUB_ID = re.compile(rf"{_NAME}(/{_NAME})?")
 
@@ -50,7 +39,16 @@ def local_folder(model: str, revision: str | None = None, *, weights: bool = Tru
             f"model '{model}': no such folder, and it is not a hub id like 'org/name'"
         )
     pulled = models_home() / model
-    return _checked(pulled if pulled.is_dir() else _download(model, revision, weights))
+    if pulled.is_dir():
+        return _checked(pulled)
+    from penstock.hub.download import download  # the hub's library takes long to import
+
+    return _checked(download(model, revision, weights))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer can be read from there."""
+    return is_gguf(folder) or (folder / _TOKENIZER).is_file()
 
 
 def cache_home() -> Path:
@@ -73,34 +71,3 @@ def _checked(folder: Path) -> Path:
         f"'{folder}' has no config.json; point to a folder in HF checkpoint layout, or to a "
         f"{SUFFIX} file"
     )
-
-
-def _download(model: str, revision: str | None, weights: bool) -> Path:
-    at = f"'{model}'" + (f" at revision '{revision}'" if revision else "")
-    try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=list(MODEL_FILES),
-                ignore_patterns=[*_UNWANTED, *(() if weights else (WEIGHTS,))],
-            )
-        )
-    except GatedRepoError as error:
-        raise ConfigError(
-            f"model {at} asks you to accept its licence: do so on its hub page, then set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"model {at}: there is no such revision") from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"model {at}: not a folder here, and the hub does not have it; check the spelling, "
-            "or set HF_TOKEN if it is private"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise ConfigError(
-            f"model {at}: not a folder here, not in the hub cache, and the hub cannot be reached "
-            "(or HF_HUB_OFFLINE is set); download it first, or give the path of a folder"
-        ) from error
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"model {at}: the download failed: {error}") from error

@@ -10,12 +10,13 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SUFFIX = ".gguf"
 
@@ -89,12 +90,14 @@ class GgufFile:
         return name, shape, head.number("I"), head.number("Q")
 
     @cached_property
-    def _bytes(self) -> NDArray[np.uint8]:
+    def _bytes(self) -> "NDArray[np.uint8]":
+        import numpy as np  # not for `is_gguf`, which every start asks first
+
         return np.frombuffer(self._map, np.uint8)
 
     def packed_rows(
         self, tensor: GgufTensor, block_values: int, block_bytes: int
-    ) -> NDArray[np.uint8]:
+    ) -> "NDArray[np.uint8]":
         """The tensor's bytes, one line per row, mapped from the file."""
         if tensor.shape[-1] % block_values:
             raise ConfigError(f"tensor '{tensor.name}' has rows of {tensor.shape[-1]} values")

@@ -1,12 +1,10 @@
 """Typed message pipes over Unix sockets: a `Sender` pushes, a `Receiver` pulls.
 
-A receiver binds an address inside a private folder, so only this user reaches it. Queues are
-bounded: a sender whose peer has stopped reading gets `ChannelFull` instead of growing without end.
+A receiver binds an address inside a private folder, so only this user reaches it (`address`).
+Queues are bounded: a sender whose peer has stopped reading gets `ChannelFull` instead of growing
+without end.
 """
 
-import itertools
-import os
-import tempfile
 from typing import Any
 
 import zmq
@@ -16,24 +14,10 @@ from penstock.errors import BackendError
 from penstock.ipc import messages
 
 MAX_QUEUED_MESSAGES = 100_000
-_serial = itertools.count()
 
 
 class ChannelFull(BackendError):
     """The peer does not read any more."""
-
-
-def private_folder() -> str:
-    """A new folder for sockets that only this user may enter."""
-    return tempfile.mkdtemp(prefix="penstock-")
-
-
-def address(folder: str, name: str) -> str:
-    return f"ipc://{folder}/{name}-{os.getpid()}-{next(_serial)}"
-
-
-def folder_of(ipc_address: str) -> str:
-    return os.path.dirname(ipc_address.removeprefix("ipc://"))
 
 
 def _socket(context: Any, kind: int) -> Any:

@@ -5,6 +5,7 @@ child leaves. `Copies` are children that need not import what this process has i
 """
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ _log = log.get(__name__)
 
 
 class Child:
-    """One `python -m module`. `on_exit(code)` runs in a thread when it ends by itself."""
+    """One `python -m module`, by `child`. `on_exit(code)`: in a thread, when it ends by itself."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Child:
         # A session of its own: Ctrl+C reaches the parent alone, which then stops its children in
         # order.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", "penstock.ipc.child", module],
             stdin=subprocess.PIPE,
             env=_DEFAULT_ENV | os.environ,
             start_new_session=True,
@@ -158,7 +159,9 @@ def _leave_after(act: Callable[[], None]) -> NoReturn:
 
 
 def read_task(fd: int = 0) -> dict[str, Any]:
-    """In the child: the task its parent gave."""
+    """In the child, which has imported what it needs: the task its parent gave."""
+    gc.freeze()
+    gc.enable()
     line = b""
     while not line.endswith(b"\n"):
         if not (part := os.read(fd, 1 << 16)):

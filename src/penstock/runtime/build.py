@@ -52,10 +52,11 @@ _WAYS_TO_SAMPLE = [  # with a penalty it is from an fp32 copy of the logits
 
 
 class Timeline:
-    """Named phases of a start, in order, with their seconds."""
+    """Named phases of a start, in order, with their seconds. `begun_at`: of the whole start."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun_at: float | None = None) -> None:
         self.phases: list[tuple[str, float]] = []
+        self._begun_at = begun_at
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -63,10 +64,18 @@ class Timeline:
         yield
         self.phases.append((name, time.perf_counter() - started))
 
+    def add_rest(self) -> None:
+        """What was in no phase, as the last one: all of them are then what somebody waited."""
+        if self._begun_at is not None:
+            self.phases.append(("other", max(0.0, time.time() - self._begun_at - self._total_s)))
+
+    @property
+    def _total_s(self) -> float:
+        return sum(seconds for _, seconds in self.phases)
+
     def __str__(self) -> str:
-        total = sum(seconds for _, seconds in self.phases)
         parts = [f"{name} {seconds:.1f} s" for name, seconds in self.phases]
-        return f"{total:.1f} s ({', '.join(parts)})"
+        return f"{self._total_s:.1f} s ({', '.join(parts)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

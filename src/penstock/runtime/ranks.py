@@ -11,6 +11,7 @@ from penstock import log
 from penstock.config.run import RunConfig
 from penstock.errors import BackendError
 from penstock.ipc import channel
+from penstock.ipc.address import address
 from penstock.ipc.messages import FromRank, RankCache, RankFailed, RankReady, Stop
 from penstock.ipc.process import Child
 from penstock.runtime.worker import WorkerTask
@@ -29,18 +30,18 @@ class RankGroup:
         socket_folder: str,
         log_level: str | None,
     ) -> None:
-        self._inbox = channel.Receiver(channel.address(socket_folder, "rank0"), FromRank)
+        self._inbox = channel.Receiver(address(socket_folder, "rank0"), FromRank)
         self.meeting_point = f"127.0.0.1:{_free_port()}"
         self.senders: list[channel.Sender] = []
         self._children: list[Child] = []
         for rank in range(1, config.tp_size):
-            address = channel.address(socket_folder, f"rank{rank}")
+            own = address(socket_folder, f"rank{rank}")
             task = WorkerTask(
                 rank=rank,
                 config=config,
                 model_kwargs=model_kwargs,
                 meeting_point=self.meeting_point,
-                address=address,
+                address=own,
                 rank0_address=self._inbox.address,
                 log_level=log_level,
             )
@@ -52,7 +53,7 @@ class RankGroup:
                     on_exit=partial(self._on_exit, rank),
                 )
             )
-            self.senders.append(channel.Sender(address))
+            self.senders.append(channel.Sender(own))
 
     def _on_exit(self, rank: int, code: int) -> None:
         # Gone in the middle of collectives: rank 0 may hang in one and cannot say goodbye.

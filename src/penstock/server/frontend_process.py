@@ -24,7 +24,7 @@ from penstock.ipc.process import on_parent_exit, read_task
 from penstock.server.app import build_app
 from penstock.server.board import Board
 from penstock.server.frontends import FAILED
-from penstock.server.launch import POLL_S, Patience, choice_of, uvicorn_config
+from penstock.server.lifespan import POLL_S, Patience, choice_of, uvicorn_config
 
 _log = log.get(__name__)
 

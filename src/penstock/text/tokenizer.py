@@ -130,11 +130,6 @@ class Tokenizer:
         return None if content is None else self.id_of(content)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether `Tokenizer.from_folder` has something to read."""
-    return is_gguf(folder) or (folder / _FILE).is_file()
-
-
 def check_length(text: str, max_seq_len: int) -> None:
     """Refuse text that cannot fit, before tokenising it."""
     max_chars = max_seq_len * MAX_CHARS_PER_TOKEN

@@ -5,13 +5,12 @@ tensors are called is written in the model's rules (`mapping.py`).
 """
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
@@ -182,12 +181,21 @@ def _pieces(parameter: nn.Parameter) -> tuple[Piece, ...]:
 def _watched(
     tensors: Iterable[StoredTensor], files: tuple[Path, ...], visible: bool
 ) -> Iterator[StoredTensor]:
-    """The same tensors, with a progress bar by bytes."""
-    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    """The same tensors, with a progress bar by bytes where somebody sees it."""
+    if not (visible and sys.stderr.isatty()):
+        yield from tensors
+        return
+    from rich import progress
+    from rich.console import Console
+
     total = sum(file.stat().st_size for file in files)
-    console = Console(stderr=True)
-    visible = visible and console.is_terminal
-    with Progress(*columns, console=console, disable=not visible, transient=True) as bar:
+    columns = (
+        progress.TextColumn("loading weights"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
         for tensor in tensors:
             yield tensor

@@ -20,7 +20,7 @@ def served(monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", list(logging.root.handlers))
     configs = []
     launch = types.ModuleType("penstock.server.launch")
-    launch.serve = lambda config: configs.append(config) or 0  # type: ignore[attr-defined]
+    launch.serve = lambda config, begun_at: configs.append(config) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "penstock.server.launch", launch)
     return configs
 

@@ -66,7 +66,7 @@ def test_pull_takes_hub_ids_with_a_revision(home, tmp_path, monkeypatch, capsys)
         asked.update(settings, model=model)
         return str(add_hub_model(tmp_path, "m", "LlamaForCausalLM") / "snapshots" / ("0" * 40))
 
-    monkeypatch.setattr("penstock.hub.folder.snapshot_download", download)
+    monkeypatch.setattr("penstock.hub.download.snapshot_download", download)
     assert call("pull", "org/m", "--revision", "v1") == 0
     assert (asked["model"], asked["revision"]) == ("org/m", "v1")
     assert hashlib.sha256(bytes(1000)).hexdigest() in capsys.readouterr().out

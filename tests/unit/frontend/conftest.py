@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, echo
 
 from penstock.frontend.client import EngineClient
 from penstock.frontend.pipeline import GenerationPipeline
-from penstock.ipc.channel import address, private_folder
+from penstock.ipc.address import address, private_folder
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 

@@ -9,7 +9,8 @@ from fake_engine import make_info, say
 
 from penstock.errors import BackendError, CapacityError, WorkerDied
 from penstock.frontend.client import EngineClient
-from penstock.ipc.channel import Receiver, Sender, address
+from penstock.ipc.address import address
+from penstock.ipc.channel import Receiver, Sender
 from penstock.ipc.messages import Deltas, Fatal, Stats, ToEngine
 from penstock.types.outputs import TokenDelta
 from penstock.types.request import FinishReason, Request, client_of

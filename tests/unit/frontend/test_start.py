@@ -10,11 +10,11 @@ import tiny_tokenizers
 from penstock.config.schema import EngineConfig
 from penstock.errors import BackendError, ConfigError
 from penstock.frontend import engine as engine_module
+from penstock.frontend.files import tokenizer_folder
 from penstock.frontend.start import (
     load_text_side,
     start_pipeline,
     stop_pipeline,
-    tokenizer_folder,
 )
 from penstock.types.request import FinishReason, GenerateInput
 from penstock.types.sampling import SamplingParams

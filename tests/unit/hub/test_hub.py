@@ -76,7 +76,7 @@ def test_hub_failures_become_config_errors_with_a_way_out(monkeypatch, error, hi
     def fail(*_args, **_kwargs):
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", fail)
+    monkeypatch.setattr("penstock.hub.download.snapshot_download", fail)
     with pytest.raises(ConfigError, match=hint):
         hub.local_folder("org/name", revision="main")
 
@@ -89,7 +89,7 @@ def test_only_files_that_are_read_are_downloaded(monkeypatch, tmp_path):
         (tmp_path / "config.json").write_text("{}")
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr("penstock.hub.download.snapshot_download", download)
     assert hub.local_folder("org/name", "v1") == tmp_path
     assert (asked["model"], asked["revision"]) == ("org/name", "v1")
     from huggingface_hub.utils import filter_repo_objects

@@ -1,4 +1,4 @@
-"""What a child process finds in its environment."""
+"""What a child process finds in its environment, and when Python looks for garbage in it."""
 
 import threading
 
@@ -24,3 +24,20 @@ def test_threads_of_a_child_wait_asleep_unless_the_user_says_otherwise(
     codes, ended = [], threading.Event()
     Child("says_policy", {}, "child", lambda code: (codes.append(code), ended.set()))
     assert ended.wait(30) and codes == [code]
+
+
+COLLECTS = """
+import gc, sys
+from penstock.ipc.process import read_task
+before = gc.isenabled()
+task = read_task()
+sys.exit(task["code"] if gc.isenabled() and gc.get_freeze_count() and not before else 1)
+"""
+
+
+def test_garbage_is_looked_for_once_a_child_has_imported_what_it_needs(tmp_path, monkeypatch):
+    (tmp_path / "says_when.py").write_text(COLLECTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    codes, ended = [], threading.Event()
+    Child("says_when", {"code": 5}, "child", lambda code: (codes.append(code), ended.set()))
+    assert ended.wait(30) and codes == [5]

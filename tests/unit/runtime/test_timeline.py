@@ -27,3 +27,18 @@ def test_a_phase_that_fails_is_not_listed(clock):
     with pytest.raises(OSError, match="disk"), timeline.phase("load weights"):
         raise OSError("disk")
     assert timeline.phases == []
+
+
+def test_the_rest_makes_the_phases_add_up_to_what_was_waited(monkeypatch):
+    monkeypatch.setattr(build.time, "time", lambda: 110.0)
+    timeline = Timeline(begun_at=100.0)
+    timeline.phases += [("read settings", 1.0), ("load weights", 6.5)]
+    timeline.add_rest()
+    assert timeline.phases[-1] == ("other", 2.5)
+    assert str(timeline).startswith("10.0 s (")
+
+
+def test_a_start_that_nobody_timed_has_no_rest():
+    timeline = Timeline()
+    timeline.add_rest()
+    assert timeline.phases == []
