@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from local_engine import LocalEngine
 
 FIRST_KERNEL = "_decode_inputs"  # of every decode step
-PRODUCT = re.compile(r"gemv|^_fp8_linear|nvjet|gemm|cutlass|wgmma", re.IGNORECASE)
+PRODUCT = re.compile(r"gemv|^_fp8_linear|^_tiles|^_logits|nvjet|gemm|cutlass|wgmma", re.IGNORECASE)
 # Kernels of experts, by a part of their name, and the matrices of an expert that they read.
 EXPERT_KERNELS = {
     "_gate_up": ("gate_up",),
     "_down": ("down",),
     "_grouped": ("gate_up", "down"),
     "_experts": ("gate_up", "down"),
+    "_mxfp4": ("gate_up", "down"),
 }
 # Kernels that read what sequences remember.
 MEMORY_KERNELS = ("_decode", "_mla_decode", "_step")
