@@ -1,19 +1,42 @@
-"""Products with coded weights of real sizes on this GPU, against the reference.
+"""Products with coded weights of real sizes on this GPU, against the reference; and times.
 
-    PYTHONPATH=src python tests/gpu/coded_check.py
+    PYTHONPATH=src python tests/gpu/coded_check.py [times | FORMAT ...]
 
-Each format, and as many tokens as each launch shape takes, by several processes: compiling kernels
-takes the time. The small cases of every implementation: ops_check.py.
+Each format, and as many tokens as each launch shape takes: of a matrix, and of experts, these also
+with launch shapes that are not the usual ones. By several processes: compiling kernels takes the
+time. The small cases of every implementation: ops_check.py.
+
+times: us of a layer of DeepSeek-R1's experts in NVFP4, inside a CUDA graph; by the usual kernel and
+by that of all GPUs. Those of matrices: quant_times.py.
 """
 
 import multiprocessing
 import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from penstock.kernels.coded import Coded, coded_linear, pack_coded
-from penstock.kernels.coded.weights import TILE
+sys.path.insert(0, str(Path(__file__).parent))
+from moe_check import compared, time_graph_us
+
+from penstock.bench.floors import H200
+from penstock.kernels.coded import (
+    Coded,
+    CodedWeight,
+    coded_experts,
+    coded_linear,
+    pack_coded,
+    random_coded,
+    stack_coded,
+    unpack_coded,
+)
+from penstock.kernels.coded.weights import TILE, numbers
+from penstock.kernels.moe import SILU, Gate, gated
 from penstock.kernels.tolerances import tolerance
 
 FORMATS: dict[str, tuple[Any, int, bool]] = {  # (kind, group, has zero points)
@@ -22,13 +45,17 @@ FORMATS: dict[str, tuple[Any, int, bool]] = {  # (kind, group, has zero points)
     "int4, groups of 32": ("int4", 32, True),
     "int4, groups of 256": ("int4", 256, True),
     "NVFP4": ("fp4", 16, False),
+    "MXFP4": ("fp4", 32, False),
     "nf4": ("nf4", 64, False),
     "int8": ("int8", 0, False),
     "e4m3": ("e4m3", 0, False),
 }
-TOKENS = (1, 16, 31, 64, 200, 256, 400)
+TOKENS = (1, 3, 16, 17, 64, 65, 256, 300)
 SHAPES = ((1040, 2048), (4096, 14336))  # outputs, inputs
-NUM_WORKERS = 8
+NUM_SLOTS, NUM_ACTIVE, SIZE = 6, 2, 528  # of the experts that are compared
+GATE = Gate(alpha=1.7, shift=1.0, limit=3.0)
+NUM_WORKERS = 16
+NUM_LAYERS = 8  # that are timed in a row, with other experts each
 DEVICE = torch.device("cuda")
 
 
@@ -39,17 +66,44 @@ def drawn(kind: Any, num_outputs: int, num_inputs: int, group: int, has_zeros: b
     scales = torch.rand(shape, device=DEVICE) + 0.5
     deviation = {"int4": 4.6, "int8": 74.0, "nf4": 0.55, "fp4": 3.1, "e4m3": 140.0}[kind]
     scales /= 6.5 if has_zeros else deviation  # weights of about one
+    if kind == "fp4" and group == 32:
+        return Coded(kind, codes, torch.exp2(scales.log2().round()))
+    outer = None
+    if kind == "fp4":
+        outer = torch.rand(num_outputs, device=DEVICE) + 0.5
     scales = scales.to(torch.float8_e4m3fn if kind == "fp4" else torch.float16)
     zeros = None
     if has_zeros:
         zeros = torch.randint(0, 16, shape, dtype=torch.uint8, device=DEVICE)
-    return Coded(kind, codes, scales, zeros)
+    return Coded(kind, codes, scales, zeros, outer)
 
 
-def problems(name: str) -> list[str]:
+# Checks
+
+
+def compare(found: list[str], what: str, ok: Callable[[], str]) -> None:
+    """`ok` gives what is wrong, if anything."""
+    try:
+        wrong = ok()
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+    if wrong:
+        found.append(f"{what}: {wrong}")
+
+
+def unlike(actual: Tensor, expected: Tensor) -> str:
+    close = tolerance(torch.bfloat16)
+    try:
+        torch.testing.assert_close(actual, expected, atol=close.atol, rtol=close.rtol)
+    except AssertionError as error:
+        return " ".join(str(error).split())[:300]
+    return ""
+
+
+def wrong_products(name: str) -> list[str]:
     torch.manual_seed(0)
     kind, group, has_zeros = FORMATS[name]
-    found, close = [], tolerance(torch.bfloat16)
+    found: list[str] = []
     for num_outputs, num_inputs in SHAPES:
         weight = pack_coded([drawn(kind, num_outputs, num_inputs, group, has_zeros)])
         assert weight is not None and weight.num_tiles == num_inputs // TILE
@@ -58,22 +112,154 @@ def problems(name: str) -> list[str]:
             x = torch.randn(num_tokens, num_inputs, device=DEVICE, dtype=torch.bfloat16)
             x /= num_inputs**0.5
             expected = coded_linear.reference(x, weight, bias)
-            try:
-                torch.testing.assert_close(
-                    coded_linear(x, weight, bias), expected, atol=close.atol, rtol=close.rtol
-                )
-            except Exception as error:
-                what = " ".join(str(error).split())[:300]
-                found.append(f"{name}, {num_tokens} x {num_inputs} x {num_outputs}: {what}")
+            what = f"{name}, {num_tokens} x {num_inputs} x {num_outputs}"
+            product = partial(coded_linear, x, weight, bias)
+            compare(found, what, lambda p=product, e=expected: unlike(p(), e))  # type: ignore[misc]
+        if "hopper" not in coded_linear.explain(x, weight, bias).split(";")[0]:
+            found.append(f"{name}: computed by another kernel")
     return found
 
 
-def main() -> None:
+def experts_of(name: str) -> tuple[CodedWeight, CodedWeight, int]:
+    kind, group, has_zeros = FORMATS[name]
+    features = {128: 384, 256: 512}.get(group, 320)
+    size = {128: 640, 256: 512, 64: 576}.get(group, SIZE if group != 32 else 544)
+    gate_up, down = (
+        stack_coded(
+            [
+                packed
+                for _ in range(NUM_SLOTS)
+                if (packed := pack_coded([drawn(kind, outputs, inputs, group, has_zeros)]))
+            ]
+        )
+        for inputs, outputs in ((size, 2 * features), (features, size))
+    )
+    assert gate_up is not None and down is not None and down.num_slots == NUM_SLOTS
+    return gate_up, down, features
+
+
+def rounded_values(weight: CodedWeight) -> Tensor:
+    """The matrix in fp32; numbers, scales of groups and their products are rounded to 16 bits, as
+    kernels may do it."""
+    coded = unpack_coded(weight)
+    if coded.scales_OG.shape[1] == 1:
+        return coded.values()
+    scales, zeros = (
+        None if x is None else x.repeat_interleave(coded.group, dim=1)
+        for x in (coded.scales_OG, coded.zeros_OG)
+    )
+    values = numbers(coded.kind, coded.codes_OI, zeros).bfloat16() * scales.bfloat16()
+    return values.float() if coded.outer_O is None else values.float() * coded.outer_O[:, None]
+
+
+def expected_experts(
+    x: Tensor, slots: Tensor, weights: Tensor, gate_up: CodedWeight, down: CodedWeight,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: Gate,
+) -> Tensor:  # fmt: skip
+    """As the reference of `coded_experts`, with `rounded_values` and products that are not rounded
+    before the gate, since some launches have them in fp32."""
+    y = torch.zeros_like(x, dtype=torch.float32)
+    for slot in range(gate_up.num_slots):
+        biases = (None if b is None else b[slot].float() for b in (gate_up_bias, down_bias))
+        bias, bias_down = biases
+        h = F.linear(x.float(), rounded_values(gate_up.slot(slot)), bias)
+        h = gated.reference(h, gate).to(x.dtype).float()
+        weight = (weights * (slots == slot)).sum(1, keepdim=True)
+        y += weight * F.linear(h, rounded_values(down.slot(slot)), bias_down)
+    return y.to(x.dtype)
+
+
+def wrong_experts(name: str) -> list[str]:
+    """Some pairs have the slot that does not exist."""
+    from penstock.kernels.coded import hopper
+
+    torch.manual_seed(0)
+    found: list[str] = []
+    gate_up, down, features = experts_of(name)
+    size, bf16 = gate_up.num_inputs, torch.bfloat16
+    biases = [
+        0.2 * torch.randn(NUM_SLOTS, w.num_outputs, device=DEVICE, dtype=bf16)
+        for w in (gate_up, down)
+    ]
+    for num_tokens in TOKENS:
+        x = torch.randn(num_tokens, size, device=DEVICE, dtype=bf16) / size**0.5
+        scores = torch.rand(num_tokens, NUM_SLOTS + 1, device=DEVICE)
+        slots = scores.topk(NUM_ACTIVE).indices.int().contiguous()
+        weights = torch.rand(num_tokens, NUM_ACTIVE, device=DEVICE) / features**0.5
+        shape = (biases, SILU) if num_tokens % 2 else ((None, None), GATE)
+        args = (x, slots, weights, gate_up, down, *shape[0], shape[1])
+        expected = expected_experts(*args)
+
+        def off(run: Callable[..., Tensor], args: Any, expected: Tensor, **options: Any) -> str:
+            first = run(*args, **options)
+            ok, errors = compared(first, expected, bf16, False)
+            if not torch.equal(run(*args, **options), first):
+                return "not the same twice"
+            return "" if ok else errors
+
+        what = f"{name}, experts, {num_tokens} tokens"
+        compare(found, what, partial(off, coded_experts, args, expected))
+        if num_tokens <= 3:
+            for rows in (8, 16):
+                choice = dict(rows=rows, is_sorted=False, splits=2)
+                of_pairs = partial(off, hopper.experts, args, expected, **choice)
+                compare(found, f"{what}, {rows} rows of a pair, splits", of_pairs)
+        if num_tokens == 300:
+            of_slots = partial(off, hopper.experts, args, expected, rows=64)
+            compare(found, f"{what}, blocks of 64", of_slots)
+        if "hopper" not in coded_experts.explain(*args).split(";")[0]:
+            found.append(f"{what}: computed by another kernel")
+    return found
+
+
+def problems(job: tuple[str, str]) -> list[str]:
+    try:
+        return wrong_products(job[1]) if job[0] == "products" else wrong_experts(job[1])
+    except Exception as error:
+        return [f"{job}: {type(error).__name__}: {' '.join(str(error).split())[-500:]}"]
+
+
+def check(formats: Iterable[str]) -> bool:
+    jobs = [(what, name) for what in ("products", "experts") for name in formats]
     with multiprocessing.get_context("spawn").Pool(NUM_WORKERS) as pool:
-        found = pool.map(problems, FORMATS, chunksize=1)
-    for name, wrong in zip(FORMATS, found, strict=True):
-        print(f"{name}: {len(wrong)} wrong", *wrong, sep="\n  ")
-    sys.exit(1 if any(found) else 0)
+        found = pool.map(problems, jobs, chunksize=1)
+    for (what, name), wrong in zip(jobs, found, strict=True):
+        print(f"{name}, {what}: {len(wrong)} wrong", *wrong, sep="\n  ")
+    return not any(found)
+
+
+def times() -> None:
+    from penstock.kernels.coded.triton import coded_experts_decoded
+
+    num_slots, num_active, size, features = 64, 8, 7168, 2048  # a quarter of its experts
+    packed = [
+        pack_coded([random_coded("fp4", *shape, 16, False, DEVICE)])
+        for shape in ((2 * features, size), (size, features))
+    ]
+    gate_up, down = (stack_coded([one] * num_slots) for one in packed if one is not None)
+    assert gate_up is not None and down is not None
+    for num_tokens in (1, 4, 32, 256):
+        x = torch.randn(num_tokens, size, device=DEVICE, dtype=torch.bfloat16)
+        weights = torch.rand(num_tokens, num_active, device=DEVICE)
+        layers = []
+        for _ in range(NUM_LAYERS):
+            scores = torch.rand(num_tokens, num_slots, device=DEVICE)
+            slots = scores.topk(num_active).indices.int().contiguous()
+            layers.append((x, slots, weights, gate_up, down, None, None, SILU))
+        touched = num_slots * (1 - (1 - num_active / num_slots) ** num_tokens)  # if chosen evenly
+        floor_us = touched * (gate_up.num_bytes + down.num_bytes) / num_slots / H200.read_bytes_s
+        for what, run in (("usual", coded_experts), ("of all GPUs", coded_experts_decoded)):
+            us = time_graph_us([partial(run, *layer) for layer in layers])
+            print(
+                f"{num_tokens} tokens, {what}: {us:.1f} us, floor {floor_us * 1e6:.1f}", flush=True
+            )
+
+
+def main() -> None:
+    if "times" in sys.argv[1:]:
+        times()
+    else:
+        sys.exit(0 if check(sys.argv[1:] or FORMATS) else 1)
 
 
 if __name__ == "__main__":

@@ -74,10 +74,7 @@ def rounding(model: str, expected: list[dict[str, Any]]) -> dict[str, float]:
             best, second = answer["best"][place]
             gap = float(logits_V[best] - logits_V[second])
             largest = max(largest, abs(gap - answer["gaps"][place]))
-            if int(logits_V.argmax()) != answer["ids"][place]:
-                break
-        else:
-            num_equal += 1
+        num_equal += logits_SV.argmax(1).tolist() == answer["ids"]
     return {"num_equal": num_equal, "gap": largest}
 
 

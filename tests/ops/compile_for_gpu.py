@@ -15,6 +15,7 @@ import triton
 from op_cases import (
     OP_CASES,
     AttentionCase,
+    coded_experts_case,
     decodes,
     experts_case,
     make_attention,
@@ -99,6 +100,7 @@ def compile_attention(device: torch.device) -> None:
         decodes(1, 700, num_heads=8),
         decodes(90, head_size=80, window=40),
         decodes(*[40] * 300, head_size=128, num_heads=16),
+        decodes(*[40] * 8, head_size=128, num_heads=16, num_kv_heads=16),
         decodes(1, 700, head_size=256, num_heads=40, block_size=64),
         prefills((50, 90), head_size=128, num_heads=8),
         prefills((50, 90), head_size=256, window=16),
@@ -161,8 +163,19 @@ def compile_hopper_coded(device: torch.device) -> None:
         weight = pack_coded([coded], keeps_zeros=has_zeros)
         x = torch.zeros(3, 1024, dtype=torch.bfloat16, device=device)
         assert hopper.fits(x, weight)
-        for rows in hopper.CONFIGS if kind == "fp4" else (16, 128):
+        for rows in hopper.CONFIGS if kind == "fp4" else (8, 128):
             hopper.linear(x, weight, None, rows=rows, splits=1 if rows == 16 else 2)
+    for kind, group, shape in (
+        ("int4", 128, dict(zeros=True)),
+        ("fp4", 16, dict(outer=True, bias=True)),
+        ("e4m3", 256, dict(bias=True)),
+    ):
+        case = coded_experts_case(kind, 6, 4, 2, 256, 256, group=group, **shape)
+        args = case.make(torch.bfloat16, device)
+        assert hopper.fits_experts(args[0], args[3], args[4])
+        hopper.experts(*args, is_sorted=False, splits=2)
+        for rows in (8, 16, 64, 128) if kind == "fp4" else (8,):
+            hopper.experts(*args, rows=rows, is_sorted=True)
 
 
 # What is compiled beside the ops; each part takes about as long.

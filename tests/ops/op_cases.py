@@ -740,8 +740,12 @@ OP_CASES = [
     _quantize_int8(5, 5000),
     _quantize_int8(3, 1000, is_static=True),
     _int8_linear(1, 256, 64),
+    _int8_linear(2, 80, 24, whole=True, bias=True),
     _int8_linear(20, 136, 72, whole=True, bias=True),
+    _int8_linear(16, 4096, 64, bias=True),
+    _int8_linear(33, 512, 128),
     _int8_linear(70, 200, 80, bias=True),
+    _int8_linear(300, 256, 128),
     coded_experts_case("int4", 1, 5, 2, 256, 128, group=128, zeros=True),
     coded_experts_case("int4", 9, 4, 3, 128, 64, group=32, ordered=True, bias=True),
     coded_experts_case("fp4", 2, 6, 3, 384, 80, group=16, outer=True),
@@ -975,6 +979,7 @@ def prefills(*entries: tuple[int, int], **shape: Any) -> AttentionCase:
 def small_attention_cases() -> Iterator[AttentionCase]:
     """Few and short: the interpreter runs them in seconds."""
     yield decodes(1)
+    yield decodes(*[40] * 7, num_heads=16, num_kv_heads=16)  # nearly fills a GPU
     for block_size in (16, 32, 64):  # around the edges of a block
         edges = [k * block_size + d for k in (1, 2) for d in (-1, 0, 1)]
         yield decodes(*edges, block_size=block_size)

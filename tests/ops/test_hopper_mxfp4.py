@@ -42,10 +42,11 @@ def test_takes_many_tokens_in_bfloat16_and_whole_lines_of_rows(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "rows"), [(5, 16), (256, 16), (512, 32), (1024, 32), (2048, 64), (8192, 128)]
+    ("num_tokens", "rows"),
+    [(5, 8), (160, 8), (256, 16), (512, 32), (1024, 32), (2048, 64), (8192, 128)],
 )
 def test_experts_seldom_need_two_blocks_before_blocks_are_large(num_tokens: int, rows: int) -> None:
-    assert hopper_mxfp4._rows(num_tokens * 4, 128) == rows and rows in hopper_mxfp4.CONFIGS
+    assert hopper_mxfp4.block_rows(num_tokens * 4, 128) == rows and rows in hopper_mxfp4.CONFIGS
 
 
 def test_after_one_failure_the_other_kernel_computes(

@@ -13,7 +13,7 @@ import torch
 from penstock.cli.main import main
 from penstock.errors import ConfigError
 from penstock.kernels import triton_cache, tuned, tuning
-from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode_config
+from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode_config, load_of
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill_config
 from penstock.kernels.device import probe
 from penstock.kernels.gemm.skinny import GemvConfig, gemv_config
@@ -160,12 +160,29 @@ def test_a_file_that_cannot_be_used_is_named(on_gpu, text):
         gemv_config(8, 8, 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("num_sequences", "longest", "load"),
+    [
+        (1, 4096, Load.FEW),
+        (12, 4096, Load.FEW),  # 96 programs on 132 multiprocessors
+        (16, 4096, Load.SOME),
+        (16, 131072, Load.FEW),  # one long sequence would keep the others waiting
+        (17, 4096, Load.FEW),  # four programs would be left for a second round
+        (32, 131072, Load.WAVE),
+        (64, 4096, Load.MANY),
+    ],
+)
+def test_the_load_of_decodes_follows_from_how_far_they_fill_a_gpu(num_sequences, longest, load):
+    assert load_of(num_sequences, 8, longest) is load
+
+
 def test_subjects_are_what_the_kernels_ask_for():
     found = {(one.op, one.key) for one in tuning.subjects(LLAMA_8B, tuning.OPS)}
     assert ("gemv", tuned.key(outputs=28672, inputs=4096, bits=8, tokens=1)) in found
-    assert ("gemv", tuned.key(outputs=128256, inputs=4096, bits=16, tokens=4)) in found
+    assert ("gemv", tuned.key(outputs=128256, inputs=4096, bits=16, tokens=2)) in found
+    assert ("gemv", tuned.key(outputs=28672, inputs=4096, bits=8, tokens=2)) not in found
     assert not any("outputs=128256" in key and "bits=8 " in key for _, key in found)
-    assert len([key for op, key in found if op == "decode"]) == 6
+    assert len([key for op, key in found if op == "decode"]) == 8
     assert len([key for op, key in found if op == "prefill"]) == 2
     assert {one.op for one in tuning.subjects(LLAMA_8B, ["decode"])} == {"decode"}
 

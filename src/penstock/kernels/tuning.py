@@ -43,9 +43,11 @@ _MIN_GAIN = 0.01  # less is noise
 _MAX_ERROR = 0.02  # of a result, against the largest
 _BUDGET_MS = 10.0  # of one timing
 _MAX_WORKERS = 16
-_DECODE_KEYS = {Load.FEW: (1024, 8192), Load.WAVE: (1024, 8192), Load.MANY: (1024,)}
+_DECODE_KEYS = {
+    Load.FEW: (1024, 8192), Load.SOME: (1024, 8192), Load.WAVE: (1024, 8192), Load.MANY: (1024,),
+}  # fmt: skip
 _PREFILL_CASES = ((1, 8192), (8, 1024))
-_TOKENS = (1, 2, 4)  # of a product
+_TOKENS = (1, 2)  # of a product; more are quicker on tensor cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +127,12 @@ def subjects(shape: Shape, ops: Sequence[str]) -> list[Subject]:
         )
         for nth, (outputs, inputs, formats) in enumerate(matrices):
             for bits, tokens in itertools.product(formats, _TOKENS):
-                if outputs == 0 or inputs == 0:
+                is_gated = nth == 2
+                if outputs == 0 or inputs == 0 or (is_gated and tokens > 1):
                     continue
                 sizes = (("outputs", outputs), ("inputs", inputs))
                 dims = (*sizes, ("bits", bits), ("tokens", tokens))
-                found.append(Subject("gemv", dims, is_gated=nth == 2))
+                found.append(Subject("gemv", dims, is_gated=is_gated))
     for cache_bits in (16, 8):
         if "decode" in ops:
             for load in Load:
@@ -174,10 +177,10 @@ def candidates(subject: Subject) -> list[Config]:
             tokens = dict(subject.dims)["tokens"]
             tried += [
                 GemvConfig(rows, block, num_warps)
-                for rows in (1, 2, 4, 8)
-                for block in (1024, 2048, 4096)
-                for num_warps in (4, 8)
-                if rows * block * tokens <= 16384
+                for rows in (1, 2, 4)
+                for block in (1024, 2048, 4096, 8192)
+                for num_warps in (2, 4, 8)
+                if rows * block * tokens <= 4096 * num_warps
             ]
         case DecodeConfig():
             tried += [
@@ -187,7 +190,12 @@ def candidates(subject: Subject) -> list[Config]:
                 for num_warps in (2, 4, 8)
             ]
             tried += [replace(now, programs=programs) for programs in (1, 1024, 4096)]
-            tried += [replace(now, min_span=min_span) for min_span in (64, 256)]
+            tried += [replace(now, min_span=min_span) for min_span in (64, 256, 512, 2048)]
+            tried += [
+                replace(now, tile=tile, min_span=min_span, num_stages=2, num_warps=num_warps)
+                for tile, min_span in ((32, 32), (32, 64), (64, 64))
+                for num_warps in (2, 4)
+            ]
             tried = [c for c in tried if isinstance(c, DecodeConfig) and c.min_span % c.tile == 0]
         case PrefillConfig():
             tried += [

@@ -35,6 +35,8 @@ LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
 NO_WINDOW = 1 << 30
 _MIN_WAVES, _MANY_WAVES = 1.25, 3.5  # H200: 16, 24, 32 and 64 sequences with 8 kv heads
+_NEARLY_A_WAVE = 0.75, 1.0
+_MAX_SHORT = 4096  # keys that one program can walk while the others do
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,18 @@ class Load(enum.IntEnum):
     """How far one program per (sequence, kv head) fills the device; the value is an example."""
 
     FEW = 1  # not: keys are split
+    SOME = 16  # nearly, and no sequence can be long: programs with much on the way
     WAVE = 32  # once or twice: large programs
     MANY = 256  # many times over: small programs, several on a multiprocessor
 
 
-def load_of(num_entries: int, num_kv_heads: int) -> Load:
+def load_of(num_entries: int, num_kv_heads: int, longest: int) -> Load:
+    """`longest`: keys that a sequence may ever have, so that steps of all kinds choose the same."""
     num_waves = num_entries * num_kv_heads / num_places()
     if num_waves < _MIN_WAVES:
-        return Load.FEW
+        least, most = _NEARLY_A_WAVE
+        is_nearly = least <= num_waves <= most and longest <= _MAX_SHORT
+        return Load.SOME if is_nearly else Load.FEW
     return Load.WAVE if num_waves < _MANY_WAVES else Load.MANY
 
 
@@ -71,7 +77,8 @@ def decode_config(
     """Where nothing was measured, the best of 45 on an H200 for 32 heads, 8 kv heads, size 128.
 
     us (floor), 1100 keys: 1 sequence 8.3 (1.0), 32 40.7 (31.9), 256 270 (255); fp8 7.2 (0.5),
-    28.7 (15.9), 151 (128).
+    28.7 (15.9), 151 (128). 32 sequences of 1024 keys with 4 kv heads, nearly a wave: 20.5 (14.8);
+    with keys split 30.3, with 8 warps and 3 stages 29.0.
     """
     row_bytes = max(256, triton.next_power_of_2(head_size) * cache_bytes)
     tile = max(16, 128 * 256 // row_bytes)  # what fits into shared memory
@@ -79,8 +86,13 @@ def decode_config(
         case Load.FEW:  # few kv heads need more splits to fill the device
             splits = max(16, min(64, triton.next_power_of_2(triton.cdiv(256, num_kv_heads))))
             usual = DecodeConfig(tile=tile, max_splits=splits, num_warps=4, num_stages=2)
+        case Load.SOME:
+            usual = DecodeConfig(tile=tile, programs=1, num_warps=4, num_stages=5)
         case Load.WAVE:
-            usual = DecodeConfig(tile=tile, programs=1, num_warps=8, num_stages=3)
+            # Of 5 stages the table's blocks take two. Two such programs must fit a multiprocessor.
+            is_small = head_size * cache_bytes <= 128
+            num_warps, num_stages = (4, 5) if is_small else (8, 3)
+            usual = DecodeConfig(tile=tile, programs=1, num_warps=num_warps, num_stages=num_stages)
         case Load.MANY:
             num_warps = 2 if cache_bytes == 1 else 4
             usual = DecodeConfig(tile=max(16, tile // 2), programs=1, num_warps=num_warps)
@@ -377,7 +389,7 @@ def decode(
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
     c = config or decode_config(
         num_heads, num_kv_heads, head_size, k_cache_BKSD.element_size(),
-        load_of(num_entries, num_kv_heads),
+        load_of(num_entries, num_kv_heads, block_table_RM.shape[1] * block_size),
     )  # fmt: skip
     if params.window is not None:
         max_kv_len = min(max_kv_len, params.window + c.tile)  # the first tile may begin before it

@@ -5,13 +5,19 @@ inputs at a time; four warps make codes bfloat16 in registers and multiply them 
 128 outputs in two slabs; inputs are split among programs until they fill the GPU. Scales of groups
 are multiplied with numbers in bfloat16, those of whole outputs with sums.
 
+The first tiles of weights are on their way before the kernel in front has finished; inputs, and all
+that is written, wait for it.
+
+Experts: a block of tokens is one of pairs of a token and an expert, whose matrix it reads. So few
+tokens that they seldom share an expert have a block for each pair.
+
 What results is that of `coded.triton`, up to rounding. Triton's interpreter cannot run this:
 tests/gpu compares it.
 
-Legend: T tokens, I inputs, O outputs, M tokens of a block.
+Legend: T tokens, I inputs, O outputs, M tokens of a block; S slots, K experts of a token, P = T * K
+pairs, B blocks of pairs, D hidden size, F features of an expert.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +34,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.kernels.coded import decode
+from penstock.kernels.coded.sums import gated_parts
 from penstock.kernels.coded.weights import TILE, WORDS, CodedWeight
 from penstock.kernels.device import num_places
+from penstock.kernels.gemm.splits import even_splits
 from penstock.kernels.gluon_tools import copy, descriptor, slab_of_pairs, view
+from penstock.kernels.moe.gate import Gate
+from penstock.kernels.moe.hopper_mxfp4 import block_rows, in_order_of_blocks
+from penstock.kernels.moe.triton_sort import sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
 from penstock.kernels.moe.triton_tiles import mxfp4_pairs, scaled_pairs
 from penstock.kernels.pdl import launch_options
@@ -48,8 +59,8 @@ _LINE = gl.constexpr(256)  # words, or scales, that are copied side by side
 _PANEL = gl.constexpr(64)  # inputs that lie side by side in shared memory: 128 bytes
 _TILE = gl.constexpr(TILE)
 _WORDS = gl.constexpr(WORDS)
-_MAX_SPLITS = 16
-_SPLIT_COST = 0.015  # of the whole time: a split's sums are written and read
+_MAX_ELEMENTS = 1 << 31  # that a descriptor's coordinates can name
+_MAX_UNSORTED = 2  # tokens; so few seldom share an expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +70,18 @@ class HopperConfig:
     stages: int  # tiles on the way
     registers: int  # of a thread on average; they decide how many programs run at a time
     programs: int  # at a time on a multiprocessor
+    band: int  # blocks of pairs that follow each other before the next outputs
 
 
 CONFIGS = {  # by tokens of a block
-    16: HopperConfig(stages=4, registers=80, programs=3),
-    32: HopperConfig(stages=4, registers=80, programs=3),
-    64: HopperConfig(stages=4, registers=128, programs=2),
-    128: HopperConfig(stages=2, registers=128, programs=2),
+    8: HopperConfig(stages=4, registers=80, programs=3, band=1),
+    16: HopperConfig(stages=4, registers=80, programs=3, band=1),
+    32: HopperConfig(stages=4, registers=80, programs=3, band=1),
+    64: HopperConfig(stages=4, registers=128, programs=2, band=4),
+    128: HopperConfig(stages=2, registers=128, programs=2, band=4),
 }
+# Experts have more programs than places: four at a time, where registers are enough for it.
+_FEW_OF_EXPERTS = HopperConfig(stages=4, registers=64, programs=4, band=1)
 
 
 @gluon.jit
@@ -170,17 +185,28 @@ def _multiply_slab(
 
 @gluon.jit
 def _finish(
-    acc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, first, block, split, num_tokens, num_outputs,
+    acc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr, weights_ptr, first, block, split,
+    num_tokens, num_out, num_outputs,
     KIND: gl.constexpr, HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr,
-    HAS_BIAS: gl.constexpr, M: gl.constexpr,
+    HAS_BIAS: gl.constexpr, BLOCKS: gl.constexpr, IS_WEIGHTED: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """Writes the 64 outputs from `first`. Of a warp's 16 rows the second eight are those of the
-    slab's second half."""
+    slab's second half. Pairs with their weight go where they belong, others in order of blocks."""
     MMA: gl.constexpr = acc.type.layout
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     outputs = first + row // 8 % 2 * 32 + row // 16 * 8 + row % 8
     is_output = outputs < num_outputs
-    tokens = block * M + gl.arange(0, M, layout=gl.SliceLayout(0, MMA))
+    within = gl.arange(0, M, layout=gl.SliceLayout(0, MMA))
+    to_rows = block * M + within
+    tokens = to_rows
+    if BLOCKS == "of a slot":
+        tokens = gl.load(pairs_ptr + to_rows)
+        if IS_WEIGHTED:
+            to_rows = tokens
+    elif BLOCKS == "of a pair":
+        tokens = gl.where(within == 0, block, num_tokens)
+        to_rows = tokens
+    is_token = tokens < num_tokens
     if KIND == "fp4":
         acc *= 524288.0
     if HAS_ROW_SCALES:
@@ -191,18 +217,21 @@ def _finish(
     if HAS_BIAS:
         bias = gl.load(bias_ptr + outputs, mask=is_output & (split == 0), other=0.0)
         acc += bias.to(gl.float32)[:, None]
-    to = (split * num_tokens + tokens).to(gl.int64)[None, :] * num_outputs + outputs[:, None]
-    mask = is_output[:, None] & (tokens < num_tokens)[None, :]
+    if IS_WEIGHTED:
+        acc *= gl.load(weights_ptr + tokens, mask=is_token, other=0.0)[None, :]
+    to = (split * num_out + to_rows).to(gl.int64)[None, :] * num_outputs + outputs[:, None]
+    mask = is_output[:, None] & is_token[None, :]
     gl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
 def _compute(
     w_tiles, s_tiles, z_tiles, x_panels, full, empty, row_scales_ptr, outer_ptr, bias_ptr, out_ptr,
-    first, block, split, num_here, num_tokens, num_outputs,
+    pairs_ptr, weights_ptr, first, block, split, num_here, num_tokens, num_out, num_outputs,
     KIND: gl.constexpr, PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr,
     HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr, HAS_BIAS: gl.constexpr,
-    M: gl.constexpr, STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr, IS_WEIGHTED: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -223,13 +252,17 @@ def _compute(
         )  # fmt: skip
         acc0, acc1, a, b, c, d = warpgroup_mma_wait(0, deps=(acc0, acc1, a, b, c, d))
         mbarrier.arrive(empty.index(stage), count=1)
+    if PDL:
+        gdc_wait()  # the copying warp has waited, so this takes no time
     _finish(
-        acc0, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, first, block, split, num_tokens,
-        num_outputs, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, M,
+        acc0, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr, weights_ptr, first, block,
+        split, num_tokens, num_out, num_outputs, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, BLOCKS,
+        IS_WEIGHTED, M,
     )  # fmt: skip
     _finish(
-        acc1, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, first + 64, block, split, num_tokens,
-        num_outputs, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, M,
+        acc1, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr, weights_ptr, first + 64,
+        block, split, num_tokens, num_out, num_outputs, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS,
+        BLOCKS, IS_WEIGHTED, M,
     )  # fmt: skip
 
 
@@ -242,30 +275,58 @@ def _copy_columns(desc, boxes, barrier, stage, row, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def _copy_weights(
+    w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, stage, row, scale_row,
+    PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """A tile's words, scales and zero points; BYTES are those of its inputs, too."""
+    LINE_ROWS: gl.constexpr = _LINE // (_WORDS * PLANES)
+    barrier = full.index(stage)
+    mbarrier.expect(barrier, BYTES)
+    copy(w_desc, [row // LINE_ROWS, 0], barrier, w_boxes.index(stage))
+    if SCALES > 0:
+        _copy_columns(s_desc, s_boxes, barrier, stage, scale_row, SCALES)
+    if HAS_ZEROS:
+        _copy_columns(z_desc, z_boxes, barrier, stage, scale_row, SCALES)
+
+
+@gluon.jit
+def _copy_inputs(x_desc, x_panels, full, stage, x_row, tile):
+    for panel in gl.static_range(2):
+        at = [x_row, tile * _TILE + panel * _PANEL]
+        copy(x_desc, at, full.index(stage), x_panels.index(stage * 2 + panel))
+
+
+@gluon.jit
 def _load(
-    w_desc, s_desc, z_desc, x_desc, w_boxes, s_boxes, z_boxes, x_panels, full, empty, first, block,
-    first_tile, num_here, num_outputs, tiles_per_scale,
+    w_desc, s_desc, z_desc, x_desc, w_boxes, s_boxes, z_boxes, x_panels, full, empty, first_row,
+    first_scale_row, x_row, first_tile, num_here, num_outputs, tiles_per_scale,
     PLANES: gl.constexpr, SCALES: gl.constexpr, SCALE_BYTES: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    M: gl.constexpr, STAGES: gl.constexpr,
+    M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     COLUMN_BYTES: gl.constexpr = SCALES * (SCALE_BYTES + (1 if HAS_ZEROS else 0))
     BYTES: gl.constexpr = _ROWS * (4 * _WORDS * PLANES + COLUMN_BYTES) + 2 * M * _TILE
-    LINE_ROWS: gl.constexpr = _LINE // (_WORDS * PLANES)
-    for j in range(num_here):
+    num_early = gl.minimum(num_here, STAGES)
+    for j in range(num_early):
+        tile = first_tile + j
+        row, scale_row = tile * num_outputs, tile // tiles_per_scale * num_outputs
+        _copy_weights(
+            w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, j, first_row + row,
+            first_scale_row + scale_row, PLANES, SCALES, HAS_ZEROS, BYTES,
+        )  # fmt: skip
+    if PDL:
+        gdc_wait()
+    for j in range(num_early):
+        _copy_inputs(x_desc, x_panels, full, j, x_row, first_tile + j)
+    for j in range(num_early, num_here):
         stage, tile = j % STAGES, first_tile + j
         mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
-        barrier = full.index(stage)
-        mbarrier.expect(barrier, BYTES)
-        line = (tile * num_outputs + first) // LINE_ROWS
-        copy(w_desc, [line, 0], barrier, w_boxes.index(stage))
-        row = tile // tiles_per_scale * num_outputs + first
-        if SCALES > 0:
-            _copy_columns(s_desc, s_boxes, barrier, stage, row, SCALES)
-        if HAS_ZEROS:
-            _copy_columns(z_desc, z_boxes, barrier, stage, row, SCALES)
-        for panel in gl.static_range(2):
-            at = [block * M, tile * _TILE + panel * _PANEL]
-            copy(x_desc, at, barrier, x_panels.index(stage * 2 + panel))
+        row, scale_row = tile * num_outputs, tile // tiles_per_scale * num_outputs
+        _copy_weights(
+            w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, stage, first_row + row,
+            first_scale_row + scale_row, PLANES, SCALES, HAS_ZEROS, BYTES,
+        )  # fmt: skip
+        _copy_inputs(x_desc, x_panels, full, stage, x_row, tile)
 
 
 @gluon.jit
@@ -279,25 +340,23 @@ def _columns(DTYPE: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, COLU
     return boxes, view(boxes, DTYPE, [STAGES * 4, 32, COLUMNS], ROWS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_blocks", "tiles_each"])
-def _coded(
-    w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, num_tokens,
-    num_blocks, num_outputs, num_tiles, tiles_each, tiles_per_scale,
+@gluon.jit
+def _run(
+    w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr,
+    weights_ptr, slot, first, block, split, x_row, num_tokens, num_out, num_outputs, num_tiles,
+    tiles_each, num_scales, tiles_per_scale,
     KIND: gl.constexpr, PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr,
     HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr, HAS_BIAS: gl.constexpr,
-    M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    BLOCKS: gl.constexpr, IS_WEIGHTED: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `triton._coded` of one matrix: out[split, t, o]. Blocks of tokens follow each other, so
-    that they find the weights in the L2."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    num_rows = gl.cdiv(num_outputs, _ROWS)
-    block = gl.program_id(0) % num_blocks
-    first = gl.program_id(0) // num_blocks % num_rows * _ROWS
-    split = gl.program_id(0) // (num_blocks * num_rows)
+    """A program's outputs, tokens and inputs, with the matrix of a slot."""
     first_tile = split * tiles_each
     num_here = gl.minimum(tiles_each, num_tiles - first_tile)
+    if BLOCKS != "of tokens":
+        row_scales_ptr += slot * num_outputs
+        outer_ptr += slot * num_outputs
+        bias_ptr += slot * num_outputs
     W: gl.constexpr = gl.NVMMASharedLayout(0, 32)
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINES: gl.constexpr = _ROWS * _WORDS * PLANES // _LINE
@@ -318,17 +377,20 @@ def _coded(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
+    first_row, first_scale_row = slot * num_tiles * num_outputs, slot * num_scales * num_outputs
     gl.warp_specialize(
         [
             (_compute, (
                 w_tiles, s_tiles, z_tiles, x_panels, full, empty, row_scales_ptr, outer_ptr,
-                bias_ptr, out_ptr, first, block, split, num_here, num_tokens, num_outputs, KIND,
-                PLANES, SCALES, HAS_ZEROS, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, M, STAGES,
+                bias_ptr, out_ptr, pairs_ptr, weights_ptr, first, block, split, num_here,
+                num_tokens, num_out, num_outputs, KIND, PLANES, SCALES, HAS_ZEROS, HAS_ROW_SCALES,
+                HAS_OUTER, HAS_BIAS, BLOCKS, IS_WEIGHTED, M, STAGES, PDL,
             )),
             (_load, (
                 w_desc, s_desc, z_desc, x_desc, w_boxes, s_boxes, z_boxes, x_panels, full, empty,
-                first, block, first_tile, num_here, num_outputs, tiles_per_scale, PLANES, SCALES,
-                SCALE_BITS // 8, HAS_ZEROS, M, STAGES,
+                first_row + first, first_scale_row + first, x_row, first_tile, num_here,
+                num_outputs, tiles_per_scale, PLANES, SCALES, SCALE_BITS // 8, HAS_ZEROS, M, STAGES,
+                PDL,
             )),
         ],
         [1],
@@ -336,24 +398,139 @@ def _coded(
     )  # fmt: skip
 
 
-@functools.cache
-def _splits(num_programs: int, at_a_time: int, num_tiles: int) -> int:
-    """Of the inputs: as many as leave the fewest places of the GPU empty."""
+@gluon.jit(do_not_specialize=["num_tokens", "num_blocks", "num_out", "tiles_each", "band"])
+def _coded(
+    w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, slots_ptr,
+    pairs_ptr, weights_ptr, num_tokens, num_blocks, num_out, num_outputs, num_tiles, tiles_each,
+    num_scales, tiles_per_scale, band, num_slots,
+    KIND: gl.constexpr, PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BLOCKS: gl.constexpr, PAIRS_PER_ROW: gl.constexpr, IS_WEIGHTED: gl.constexpr,
+    IS_EARLY: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """As `triton._coded`: out[split, t, o]. A band of blocks of tokens follow each other, so that
+    they find the weights in the L2.
 
-    def cost(splits: int) -> float:
-        return triton.cdiv(num_programs * splits, at_a_time) / splits * (1 + _SPLIT_COST * splits)
+    IS_EARLY: slots were known before the kernel in front began, so that weights need not wait.
+    """
+    if PDL:
+        if IS_EARLY:
+            gdc_launch_dependents()
+        else:
+            gdc_wait()
+            gdc_launch_dependents()
+    num_rows = gl.cdiv(num_outputs, _ROWS)
+    split = gl.program_id(0) // (num_blocks * num_rows)
+    at = gl.program_id(0) % (num_blocks * num_rows)
+    first_block = at // (band * num_rows) * band
+    height = gl.minimum(num_blocks - first_block, band)
+    within = at % (band * num_rows)
+    block, first = first_block + within % height, within // height * _ROWS
+    if BLOCKS == "of tokens":
+        _run(
+            w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr,
+            weights_ptr, 0, first, block, split, block * M, num_tokens, num_out, num_outputs,
+            num_tiles, tiles_each, num_scales, tiles_per_scale, KIND, PLANES, SCALES, HAS_ZEROS,
+            HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, BLOCKS, IS_WEIGHTED, M, STAGES, PDL,
+        )  # fmt: skip
+    else:
+        slot = gl.load(slots_ptr + block, cache_modifier=".cg")
+        x_row = block * M
+        if BLOCKS == "of a pair":
+            x_row = block // PAIRS_PER_ROW
+        if slot < num_slots:
+            _run(
+                w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr,
+                pairs_ptr, weights_ptr, slot, first, block, split, x_row, num_tokens, num_out,
+                num_outputs, num_tiles, tiles_each, num_scales, tiles_per_scale, KIND, PLANES,
+                SCALES, HAS_ZEROS, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, BLOCKS, IS_WEIGHTED, M,
+                STAGES, PDL,
+            )  # fmt: skip
+        elif PDL:
+            gdc_wait()
 
-    return min(range(1, max(1, min(_MAX_SPLITS, num_tiles // 4)) + 1), key=cost)
+
+def _can_read(x: Tensor, weight: CodedWeight) -> bool:
+    return (
+        x.dtype == torch.bfloat16
+        and weight.num_inputs % 8 == 0
+        and weight.num_outputs % WORDS == 0
+        and max(weight.words_NOPW.numel() // WORDS, weight.scales.numel()) < _MAX_ELEMENTS
+    )
 
 
 def fits(x_TI: Tensor, weight: CodedWeight) -> bool:
     """Whether the kernel can compute these, on a Hopper GPU."""
+    return _can_read(x_TI, weight) and weight.words_NOPW.dim() == 4
+
+
+def fits_experts(x_TD: Tensor, gate_up: CodedWeight, down: CodedWeight) -> bool:
+    """As `fits`; experts whose inputs have an order of their own are left to the other kernel."""
     return (
-        x_TI.dtype == torch.bfloat16
-        and x_TI.shape[1] % 8 == 0
-        and weight.num_outputs % WORDS == 0
-        and weight.num_slots == 1
+        _can_read(x_TD, gate_up)
+        and _can_read(x_TD, down)
+        and gate_up.order_I is None
+        and down.order_I is None
     )
+
+
+def _multiply(
+    x: Tensor,
+    weight: CodedWeight,
+    bias: Tensor | None,
+    num_tokens: int,
+    rows: int,
+    c: HopperConfig,
+    splits: int,
+    *,
+    slots_B: Tensor | None = None,
+    pairs_BM: Tensor | None = None,
+    weights_P: Tensor | None = None,
+    is_early: bool = True,
+) -> Tensor:
+    """[splits, tokens, outputs].
+
+    With `slots_B` tokens are pairs, one to a block or `pairs_BM`. Then `x` is in the order of
+    blocks, and so is what comes out, but with `weights_P`.
+    """
+    num_tiles, num_outputs, planes, _ = weight.words_NOPW.shape[-4:]
+    stages = max(2, c.stages + 1 - planes)  # the same programs with words of twice the size
+    num_groups, _, columns = weight.scales.shape[-3:]
+    has_row_scales = num_groups == 1 < num_tiles and weight.zeros is None
+    num_blocks = triton.cdiv(num_tokens, rows) if slots_B is None else len(slots_B)
+    num_rows = triton.cdiv(num_outputs, _ROWS.value)
+    tiles_each = triton.cdiv(num_tiles, splits)
+    splits = triton.cdiv(num_tiles, tiles_each)
+    num_out = num_tokens if pairs_BM is None or weights_P is not None else pairs_BM.numel()
+    dtype = x.dtype if splits == 1 else torch.float32
+    out = torch.empty((splits, num_out, num_outputs), dtype=dtype, device=x.device)
+    blocks = "of tokens"
+    if slots_B is not None:
+        blocks = "of a pair" if pairs_BM is None else "of a slot"
+    line = _LINE.value
+    words = (weight.words_NOPW.numel() // line, line)
+    box = (_ROWS.value * WORDS * planes // line, line)
+    w_desc = descriptor(weight.words_NOPW, words, box, gl.NVMMASharedLayout(0, 32))
+    x_shape, x_box = (x.shape[0], x.shape[1]), (rows, _PANEL.value)
+    x_desc = descriptor(x, x_shape, x_box, gl.NVMMASharedLayout(128, 16))
+    s_desc, z_desc = (
+        None if part is None else _column_descriptor(part)
+        for part in (None if has_row_scales else weight.scales, weight.zeros)
+    )
+    _coded[(num_blocks * num_rows * splits,)](
+        w_desc, s_desc or x_desc, z_desc or x_desc, x_desc, weight.scales,
+        _pointer(weight.outer_O, out), _pointer(bias, out), out, _pointer(slots_B, out),
+        _pointer(pairs_BM, out), _pointer(weights_P, out), num_tokens, num_blocks, num_out,
+        num_outputs, num_tiles, tiles_each, num_groups, triton.cdiv(num_tiles, num_groups),
+        num_blocks if slots_B is None else c.band, weight.num_slots,
+        KIND=weight.kind, PLANES=planes, SCALES=0 if has_row_scales else columns,
+        HAS_ZEROS=weight.zeros is not None, HAS_ROW_SCALES=has_row_scales,
+        HAS_OUTER=weight.outer_O is not None, HAS_BIAS=bias is not None, BLOCKS=blocks,
+        PAIRS_PER_ROW=num_tokens // x.shape[0] if blocks == "of a pair" else 1,
+        IS_WEIGHTED=weights_P is not None, IS_EARLY=is_early, M=rows,
+        STAGES=stages, num_warps=4, maxnreg=c.registers, **launch_options(x),
+    )  # fmt: skip
+    return out
 
 
 def linear(
@@ -365,46 +542,77 @@ def linear(
     splits: int | None = None,
 ) -> Tensor:
     """As `coded_linear`, of what `fits`."""
-    num_tokens, num_outputs = x_TI.shape[0], weight.num_outputs
+    num_tokens = x_TI.shape[0]
     x_TI = x_TI.contiguous() if weight.order_I is None else x_TI[:, weight.order_I]
     rows = rows or min(max(CONFIGS), max(min(CONFIGS), triton.next_power_of_2(num_tokens)))
     c = config or CONFIGS[rows]
-    planes, num_tiles = weight.words_NOPW.shape[-2], weight.num_tiles
-    stages = max(2, c.stages + 1 - planes)  # the same programs with words of twice the size
-    num_groups, _, columns = weight.scales.shape
-    has_row_scales = num_groups == 1 < num_tiles and weight.zeros is None
-    num_blocks, num_rows = triton.cdiv(num_tokens, rows), triton.cdiv(num_outputs, _ROWS.value)
     if splits is None:
-        like = triton.next_power_of_2(num_blocks)  # so few kinds of launches are made at start
-        splits = _splits(like * num_rows, c.programs * num_places(), num_tiles)
-    tiles_each = triton.cdiv(num_tiles, splits)
-    splits = triton.cdiv(num_tiles, tiles_each)
-    dtype = x_TI.dtype if splits == 1 else torch.float32
-    out = torch.empty((splits, num_tokens, num_outputs), dtype=dtype, device=x_TI.device)
-    line = _LINE.value
-    words = (weight.words_NOPW.numel() // line, line)
-    box = (_ROWS.value * WORDS * planes // line, line)
-    w_desc = descriptor(weight.words_NOPW, words, box, gl.NVMMASharedLayout(0, 32))
-    x_shape, x_box = (x_TI.shape[0], x_TI.shape[1]), (rows, _PANEL.value)
-    x_desc = descriptor(x_TI, x_shape, x_box, gl.NVMMASharedLayout(128, 16))
-    s_desc, z_desc = (
-        None if part is None else _column_descriptor(part)
-        for part in (None if has_row_scales else weight.scales, weight.zeros)
-    )
-    _coded[(num_blocks * num_rows * splits,)](
-        w_desc, s_desc or x_desc, z_desc or x_desc, x_desc, weight.scales,
-        out if weight.outer_O is None else weight.outer_O, out if bias_O is None else bias_O, out,
-        num_tokens, num_blocks, num_outputs, num_tiles, tiles_each,
-        triton.cdiv(num_tiles, num_groups),
-        KIND=weight.kind, PLANES=planes, SCALES=0 if has_row_scales else columns,
-        HAS_ZEROS=weight.zeros is not None, HAS_ROW_SCALES=has_row_scales,
-        HAS_OUTER=weight.outer_O is not None, HAS_BIAS=bias_O is not None, M=rows, STAGES=stages,
-        num_warps=4, maxnreg=c.registers, **launch_options(x_TI),
+        # So few kinds of launches are made at start.
+        num_blocks = triton.next_power_of_2(triton.cdiv(num_tokens, rows))
+        splits = _splits(num_blocks, weight, c)
+    parts = _multiply(x_TI, weight, bias_O, num_tokens, rows, c, splits)
+    return parts[0] if len(parts) == 1 else sum_parts(parts, num_tokens, x_TI.dtype)
+
+
+def experts(
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: CodedWeight,
+    down: CodedWeight,
+    gate_up_bias_S2F: Tensor | None,
+    down_bias_SD: Tensor | None,
+    gate: Gate,
+    rows: int | None = None,
+    config: HopperConfig | None = None,
+    splits: int | None = None,
+    is_sorted: bool | None = None,
+) -> Tensor:
+    """As `coded_experts`, of what `fits_experts`."""
+    assert slots_TK.is_contiguous() and weights_TK.is_contiguous()
+    num_tokens, num_pairs = x_TD.shape[0], slots_TK.numel()
+    if is_sorted is None:
+        is_sorted = num_tokens > _MAX_UNSORTED
+    if is_sorted:
+        rows = rows or block_rows(num_pairs, down.num_slots)
+        pairs_BM, slots_B = sorted_pairs(slots_TK, down.num_slots, rows)
+        x = in_order_of_blocks(x_TD, pairs_BM, num_pairs)
+    else:
+        rows, pairs_BM, slots_B, x = (
+            rows or min(CONFIGS),
+            None,
+            slots_TK.view(-1),
+            x_TD.contiguous(),
+        )
+    c = config or (_FEW_OF_EXPERTS if rows == min(CONFIGS) else CONFIGS[rows])
+
+    def num_splits(weight: CodedWeight) -> int:
+        return splits or (1 if is_sorted else _splits(num_pairs, weight, c))
+
+    # Slots are known to what starts after the gathering kernel has waited, or after this one has.
+    parts = _multiply(
+        x, gate_up, gate_up_bias_S2F, num_pairs, rows, c, num_splits(gate_up),
+        slots_B=slots_B, pairs_BM=pairs_BM, is_early=is_sorted,
     )  # fmt: skip
-    return out[0] if splits == 1 else sum_parts(out, num_tokens, x_TI.dtype)
+    h = gated_parts(parts, gate, x_TD.dtype, pairs_BM, num_pairs)
+    parts = _multiply(
+        h, down, down_bias_SD, num_pairs, rows, c, num_splits(down),
+        slots_B=slots_B, pairs_BM=pairs_BM, weights_P=weights_TK.view(-1),
+    )  # fmt: skip
+    return sum_parts(parts, num_tokens, x_TD.dtype, slots_TK, down.num_slots)
+
+
+def _splits(num_blocks: int, weight: CodedWeight, c: HopperConfig) -> int:
+    num_programs = num_blocks * triton.cdiv(weight.num_outputs, _ROWS.value)
+    return even_splits(num_programs, c.programs * num_places(), weight.num_tiles)
 
 
 def _column_descriptor(columns: Tensor) -> object:
     size = min(_LINE.value, _ROWS.value * columns.shape[-1])
     layout = gl.NVMMASharedLayout(0, 8 * columns.itemsize, rank=1)
     return descriptor(columns, (columns.numel(),), (size,), layout)
+
+
+def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Something to count from where there is nothing to read."""
+    return other if tensor is None else tensor

@@ -9,7 +9,8 @@ other kinds are multiplied with the sums of their groups. Of nf4 the table is ro
 Up to 256 tokens: one kernel, whatever the kind; on Hopper that of `coded.hopper`, up to 512. More:
 weights are unpacked, then torch's product.
 
-Experts: the same kernel on pairs of a token and an expert, in blocks of which each has one expert.
+Experts: the same kernel on pairs of a token and an expert, in blocks of which each has one expert;
+on Hopper that of `coded.hopper`, whatever the tokens.
 
 Legend: T tokens, I inputs, O outputs, R rows of a program, J quarters of a tile; S slots, K experts
 of a token, P = T * K pairs, B blocks of M pairs, D hidden size, F features of an expert.
@@ -449,6 +450,30 @@ def coded_linear_decoded(
 @coded_linear.impl("unpacked", needs=arch(80))
 def coded_linear_unpacked(x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None) -> Tensor:
     return F.linear(x_TI, unpack_on_gpu(weight, x_TI.dtype), bias_O)
+
+
+@coded_experts.impl(
+    "hopper",
+    needs=hopper(),
+    fits=lambda x_TD, slots_TK, weights_TK, gate_up, down, *_: (
+        slots_TK.numel() > 0
+        and (kernels := _HOPPER.module(x_TD)) is not None
+        and kernels.fits_experts(x_TD, gate_up, down)
+    ),
+)
+def coded_experts_on_hopper(
+    x_TD: Tensor,
+    slots_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: CodedWeight,
+    down: CodedWeight,
+    gate_up_bias_S2F: Tensor | None,
+    down_bias_SD: Tensor | None,
+    gate: Gate,
+) -> Tensor:
+    args = (slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate)
+    y_TD = _HOPPER.result("experts", x_TD, *args)
+    return coded_experts_decoded(x_TD, *args) if y_TD is None else y_TD
 
 
 @coded_experts.impl("decoded", needs=arch(80), fits=lambda x_TD, slots_TK, *_: slots_TK.numel() > 0)

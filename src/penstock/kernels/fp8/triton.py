@@ -114,20 +114,22 @@ def _rms_norm(
 ):  # fmt: skip
     """sum = x + residual, rounded to its dtype; out = rms_norm(sum), quantised; one per row."""
     let_next_start(PDL)
-    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if IS_STATIC:
+        scale = tl.load(scales_ptr)
+    wait_for_previous(PDL)
     total = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * stride_residual + cols, mask=inside, other=0.0)
         rounded = (total + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * D + cols, rounded, mask=inside)
         total = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     normed = total * tl.rsqrt(tl.sum(total * total, axis=0) / D + eps) * weight
     if IS_STATIC:
-        out = _rounded(normed, tl.load(scales_ptr))
+        out = _rounded(normed, scale)
     elif GROUP == 0:
         scale = _scale_of(tl.max(tl.abs(normed), axis=0))
         tl.store(scales_ptr + row, scale)

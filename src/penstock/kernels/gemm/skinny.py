@@ -43,13 +43,18 @@ class GemvConfig:
 def gemv_config(
     num_outputs: int, num_inputs: int, element_bytes: int, num_tokens: int
 ) -> GemvConfig:
-    """Where nothing was measured, what is best of 12 on an H200 for a Llama-8B layer and one token.
+    """Where nothing was measured, what is good on an H200 for Llama-8B, Llama-70B and one token.
 
     bf16, us (floor): 6144 x 4096 12.6 (11.1), 4096 x 4096 8.6 (7.4), 28672 x 4096 53.3 (52.0),
-    4096 x 14336 27.9 (26.0); fp8: 7.3 (5.6), 5.7 (3.7), 28.3 (26.0), 16.1 (13.0).
+    4096 x 14336 27.9 (26.0), 8192 x 28672 103 (104; with two long rows 124); fp8: 7.3 (5.6), 5.3
+    (3.7), 28.3 (26.0), 15.4 (13.0), 53.8 (52.0; 59.1).
     """
     if element_bytes == 1:
-        usual = GemvConfig(rows=2, block=4096, num_warps=4 if num_inputs <= 8192 else 8)
+        usual = GemvConfig(rows=2, block=4096, num_warps=4)
+        if num_inputs >= 8192:
+            usual = GemvConfig(rows=1, block=1024, num_warps=4)
+    elif num_inputs >= 16384:
+        usual = GemvConfig(rows=1, block=1024, num_warps=8)
     else:
         usual = GemvConfig(rows=2, block=2048, num_warps=8 if num_inputs <= 8192 else 4)
     small = usual.block // 2

@@ -1,4 +1,4 @@
-"""Whole numbers of 8 bits on a GPU: one launch to make them; a kernel or torch to multiply them.
+"""Whole numbers of 8 bits on a GPU: one launch to make them; kernels or torch to multiply them.
 
 Legend: T tokens, D channels, I inputs, O outputs.
 """
@@ -8,13 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.int8.reference import int8_linear, int8_linear_int_mm, quantize_int8
+from penstock.kernels.int8.reference import int8_linear, quantize_int8
+from penstock.kernels.int8.triton_gemv import gemv
+from penstock.kernels.int8.triton_parts import add_up
+from penstock.kernels.int8.triton_tiles import is_quicker, tiles
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _COLUMNS = 4096  # of a row in one pass
-_MAX_TOKENS = 64  # of the kernel; more are quicker in torch's product
-_INT_MM_MULTIPLE = 8  # of inputs and outputs, for that
+_MAX_GEMV_TOKENS = 2
+_GEMV_MULTIPLE = 16  # inputs: rows begin where words of 16 bytes do
+_INT_MM_MULTIPLE = 8  # inputs and outputs
 
 
 @triton.jit
@@ -64,50 +68,14 @@ def quantize_int8_triton(x_TD: Tensor, scale_1: Tensor | None) -> tuple[Tensor, 
     return out_TD, scale
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _int8_linear(
-    x_ptr, scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr,
-    num_tokens, num_outputs, num_inputs, stride_x, stride_scale, stride_w_scale,
-    HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """out[t, o] = scale[t] * w_scale[o] * sum over i of x[t, i] * w[o, i], plus bias[o]."""
-    let_next_start(PDL)
-    outputs = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    is_output, is_token = outputs < num_outputs, tokens < num_tokens
-    w_rows = w_ptr + outputs.to(tl.int64)[:, None] * num_inputs
-    wait_for_previous(PDL)
-    x_cols = x_ptr + tokens.to(tl.int64)[None, :] * stride_x
-    acc = tl.zeros((BLOCK_O, BLOCK_T), tl.int32)
-    for start in range(0, num_inputs, BLOCK_I):
-        inputs = start + tl.arange(0, BLOCK_I)
-        is_input = inputs < num_inputs
-        w = tl.load(w_rows + inputs[None, :], mask=is_output[:, None] & is_input[None, :], other=0)
-        x = tl.load(x_cols + inputs[:, None], mask=is_token[None, :] & is_input[:, None], other=0)
-        acc = tl.dot(w, x, acc, out_dtype=tl.int32)
-    y = acc.to(tl.float32)
-    y *= tl.load(scale_ptr + tokens * stride_scale, mask=is_token, other=0.0)[None, :]
-    y *= tl.load(w_scale_ptr + outputs * stride_w_scale, mask=is_output, other=0.0)[:, None]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    to = tokens.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    mask = is_output[:, None] & is_token[None, :]
-    tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-int8_linear.impl(
-    "int_mm",
+@int8_linear.impl(
+    "gemv",
     needs=arch(80),
-    fits=lambda x_TI, scale, weight_OI, *_: (
-        x_TI.shape[0] > _MAX_TOKENS
-        and weight_OI.shape[0] % _INT_MM_MULTIPLE == weight_OI.shape[1] % _INT_MM_MULTIPLE == 0
+    fits=lambda x_TI, *_: (
+        0 < x_TI.shape[0] <= _MAX_GEMV_TOKENS and x_TI.shape[1] % _GEMV_MULTIPLE == 0
     ),
-)(int8_linear_int_mm)
-
-
-@int8_linear.impl("triton", needs=arch(80))
-def int8_linear_triton(
+)
+def int8_linear_gemv(
     x_TI: Tensor,
     scale: Tensor,
     weight_OI: Tensor,
@@ -115,19 +83,36 @@ def int8_linear_triton(
     bias_O: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    assert x_TI.stride(1) == 1 and weight_OI.is_contiguous(), (x_TI.stride(), weight_OI.stride())
-    num_tokens, num_inputs = x_TI.shape
-    num_outputs = weight_OI.shape[0]
-    out_TO = torch.empty((num_tokens, num_outputs), dtype=dtype, device=x_TI.device)
-    if num_tokens == 0:
-        return out_TO
-    block_t = max(16, min(64, triton.next_power_of_2(num_tokens)))
-    block_o = 32 if num_outputs <= 8192 else 64
-    _int8_linear[(triton.cdiv(num_outputs, block_o), triton.cdiv(num_tokens, block_t))](
-        x_TI, scale, weight_OI, weight_scale, bias_O, out_TO,
-        num_tokens, num_outputs, num_inputs, x_TI.stride(0), int(scale.numel() > 1),
-        int(weight_scale.numel() > 1), HAS_BIAS=bias_O is not None,
-        BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=256, num_warps=4, num_stages=4,
-        **launch_options(x_TI),
-    )  # fmt: skip
-    return out_TO
+    return gemv(x_TI, scale, weight_OI, weight_scale, bias_O, dtype)
+
+
+@int8_linear.impl(
+    "int_mm",
+    needs=arch(80),
+    fits=lambda x_TI, scale, weight_OI, *_: (
+        not is_quicker(*x_TI.shape)
+        and weight_OI.shape[0] % _INT_MM_MULTIPLE == weight_OI.shape[1] % _INT_MM_MULTIPLE == 0
+    ),
+)
+def int8_linear_int_mm(
+    x_TI: Tensor,
+    scale: Tensor,
+    weight_OI: Tensor,
+    weight_scale: Tensor,
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    sums_TO = torch._int_mm(x_TI, weight_OI.t())
+    return add_up(sums_TO[None], scale, weight_scale, bias_O, dtype)
+
+
+@int8_linear.impl("tiles", needs=arch(80))
+def int8_linear_tiles(
+    x_TI: Tensor,
+    scale: Tensor,
+    weight_OI: Tensor,
+    weight_scale: Tensor,
+    bias_O: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return tiles(x_TI, scale, weight_OI, weight_scale, bias_O, dtype)

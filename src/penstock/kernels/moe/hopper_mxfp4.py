@@ -62,6 +62,7 @@ class HopperConfig:
 
 
 CONFIGS = {  # by pairs of a block
+    8: HopperConfig(stages=4, band=1, registers=64),
     16: HopperConfig(stages=4, band=1, registers=80),
     32: HopperConfig(stages=4, band=1, registers=80),
     64: HopperConfig(stages=4, band=4, registers=128),
@@ -254,7 +255,7 @@ def _gather(
         tl.store(y_ptr + place * D + channels, x, mask=channels < D)
 
 
-def _gathered(x_TD: Tensor, pairs_BM: Tensor, num_pairs: int) -> Tensor:
+def in_order_of_blocks(x_TD: Tensor, pairs_BM: Tensor, num_pairs: int) -> Tensor:
     """The inputs in the order of blocks."""
     num_tokens, size = x_TD.shape
     out = torch.empty((pairs_BM.numel(), size), dtype=x_TD.dtype, device=x_TD.device)
@@ -301,11 +302,14 @@ def _multiply(
     return out
 
 
-def _rows(num_pairs: int, num_slots: int) -> int:
-    """Pairs of a block. With nearly 16 for each expert many would have two blocks of that size; one
-    of twice the size takes 522 us where one takes 468."""
-    rows = rows_per_block(num_pairs, num_slots, "mxfp4")
-    return 32 if rows == 16 and num_pairs > 12 * num_slots else rows
+def block_rows(num_pairs: int, num_slots: int) -> int:
+    """Pairs of a block. With nearly as many for each expert many would have two blocks: one of 32
+    takes 522 us where one of 16 takes 468."""
+    if num_pairs <= 5 * num_slots:
+        return 8
+    if num_pairs <= 12 * num_slots:
+        return 16
+    return max(32, rows_per_block(num_pairs, num_slots, "mxfp4"))
 
 
 def fits(x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
@@ -334,12 +338,12 @@ def experts(
     """As `kernels.moe.experts`, of what `fits`."""
     assert slots_TK.is_contiguous() and weights_TK.is_contiguous()
     num_pairs, num_slots = slots_TK.numel(), down.num_slots
-    rows = rows or _rows(num_pairs, num_slots)
+    rows = rows or block_rows(num_pairs, num_slots)
     c = config or CONFIGS[rows]
     pairs_BM, slots_B = sorted_pairs(slots_TK, num_slots, rows)
     shared = (weights_TK, slots_B, pairs_BM, c)
     h_sorted = _multiply(
-        _gathered(x_TD, pairs_BM, num_pairs), gate_up, gate_up_bias_S2F, *shared, gate
+        in_order_of_blocks(x_TD, pairs_BM, num_pairs), gate_up, gate_up_bias_S2F, *shared, gate
     )  # fmt: skip
     y_PD = _multiply(h_sorted, down, down_bias_SD, *shared)
     masked_by = None if down.has_all else slots_TK

@@ -24,13 +24,13 @@ def _rms_norm(
 ):  # fmt: skip
     """out[r] = x[r] * rsqrt(mean(x[r]^2) + eps) * weight; row r is head r % N of token r // N."""
     let_next_start(PDL)
-    wait_for_previous(PDL)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
     inside = (rows < num_rows) & (cols < D)
     base = (rows // N).to(tl.int64) * stride_t + (rows % N) * stride_n
-    x = tl.load(x_ptr + base + cols, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + base + cols, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
     out = (x * scale * weight).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows.to(tl.int64) * D + cols, out, mask=inside)
@@ -43,16 +43,16 @@ def _add_rms_norm(
 ):  # fmt: skip
     """sum = x + residual, rounded to its dtype; out = rms_norm(sum); one program per row."""
     let_next_start(PDL)
-    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * stride_residual + cols, mask=inside, other=0.0)
     total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * D + cols, total, mask=inside)
     total = total.to(tl.float32)
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     out = total * tl.rsqrt(tl.sum(total * total, axis=0) / D + eps) * weight
     tl.store(out_ptr + row * D + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
 
