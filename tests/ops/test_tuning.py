@@ -224,7 +224,7 @@ def search_with(monkeypatch, op, time_of, num=3):
     tried = tuning.candidates(subject)[:num]
     monkeypatch.setattr(tuning, "_L2_BYTES", 1)
     monkeypatch.setattr(tuning, "_MAX_KV_LEN", 256)
-    monkeypatch.setattr(tuning, "_DECODE_KEYS", {load: (64, 96) for load in Load})
+    monkeypatch.setattr(tuning, "_DECODE_CASES", {load: ((0.0, 64), (0.03, 96)) for load in Load})
     monkeypatch.setattr(tuning, "_PREFILL_CASES", ((1, 64),))
     monkeypatch.setattr(tuning, "graph_us", lambda launches: time_of(launches[0].args[0]))
     for launch_of in (tuning.cases, tuning.compiling_cases):

@@ -27,7 +27,7 @@ from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode, decode_config
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill, prefill_config
-from penstock.kernels.device import probe
+from penstock.kernels.device import num_places, probe
 from penstock.kernels.gemm.skinny import GemvConfig, gemv, gemv_config
 from penstock.kernels.moe import tuning as moe
 from penstock.kernels.moe.tuning import ExpertsConfig, Layer, Product
@@ -43,9 +43,13 @@ _MIN_GAIN = 0.01  # less is noise
 _MAX_ERROR = 0.02  # of a result, against the largest
 _BUDGET_MS = 10.0  # of one timing
 _MAX_WORKERS = 16
-_DECODE_KEYS = {
-    Load.FEW: (1024, 8192), Load.SOME: (1024, 8192), Load.WAVE: (1024, 8192), Load.MANY: (1024,),
-}  # fmt: skip
+# How far one program per sequence and kv head fills the GPU, and keys of each sequence.
+_DECODE_CASES = {
+    Load.FEW: ((0.0, 1024), (0.0, 8192), (0.5, 1024)),
+    Load.SOME: ((1.0, 1024), (1.0, 4096)),
+    Load.WAVE: ((2.0, 1024), (2.0, 8192)),
+    Load.MANY: ((16.0, 1024),),
+}
 _PREFILL_CASES = ((1, 8192), (8, 1024))
 _TOKENS = (1, 2)  # of a product; more are quicker on tensor cores
 
@@ -218,8 +222,9 @@ def cases(subject: Subject, device: torch.device) -> Iterator[Case]:
         case "gemv":
             yield _gemv_case(d, subject.is_gated, device, limits.get("read_tbps"))
         case "decode":
-            for kv_len in _DECODE_KEYS[Load(d["sequences"])]:
-                yield _decode_case(d, d["sequences"], kv_len, device, limits.get("read_tbps"))
+            for num_waves, kv_len in _DECODE_CASES[Load(d["sequences"])]:
+                num = max(1, int(num_waves * num_places() / d["kv_heads"]))
+                yield _decode_case(d, num, kv_len, device, limits.get("read_tbps"))
         case "prefill":
             for num, length in _PREFILL_CASES:
                 yield _prefill_case(d, num, length, device, limits.get("bf16_tflops"))

@@ -68,22 +68,13 @@ def quantize_int8_triton(x_TD: Tensor, scale_1: Tensor | None) -> tuple[Tensor, 
     return out_TD, scale
 
 
-@int8_linear.impl(
+int8_linear.impl(
     "gemv",
     needs=arch(80),
     fits=lambda x_TI, *_: (
         0 < x_TI.shape[0] <= _MAX_GEMV_TOKENS and x_TI.shape[1] % _GEMV_MULTIPLE == 0
     ),
-)
-def int8_linear_gemv(
-    x_TI: Tensor,
-    scale: Tensor,
-    weight_OI: Tensor,
-    weight_scale: Tensor,
-    bias_O: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return gemv(x_TI, scale, weight_OI, weight_scale, bias_O, dtype)
+)(gemv)
 
 
 @int8_linear.impl(
@@ -106,13 +97,4 @@ def int8_linear_int_mm(
     return add_up(sums_TO[None], scale, weight_scale, bias_O, dtype)
 
 
-@int8_linear.impl("tiles", needs=arch(80))
-def int8_linear_tiles(
-    x_TI: Tensor,
-    scale: Tensor,
-    weight_OI: Tensor,
-    weight_scale: Tensor,
-    bias_O: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return tiles(x_TI, scale, weight_OI, weight_scale, bias_O, dtype)
+int8_linear.impl("tiles", needs=arch(80))(tiles)
