@@ -26,6 +26,7 @@ MOVING: tuple[Format, ...] = ("int8_sq", "awq")  # sizes of inputs go into weigh
 GROUPS = (128, 32)  # of awq and gptq, the first that divides every layer's inputs
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each place in a word
 _PARTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range that codes may cover
+_SHIFTS = tuple(2 ** (step / 8) for step in range(8))  # of a scale, within an octave
 _TINY = 1e-12
 _LARGEST_FP4 = FP4_VALUES[-1]
 
@@ -47,13 +48,15 @@ class Grid(Protocol):
 
 
 def grid_of(weight_OI: Tensor, format: Format, group: int, square_I: Tensor | None = None) -> Grid:
-    """`square_I` is the mean square of each input; None: all are alike. A group has the scale with
-    which its outputs lose least."""
+    """`square_I` is the mean square of each input; None: all are alike. A group (`fp8`: an output)
+    has the scale with which least is lost."""
     if square_I is None:
         square_I = weight_OI.new_ones(weight_OI.shape[1])
     match format:
-        case "fp8" | "int8_sq":
-            return _by_output(weight_OI, is_float=format == "fp8")
+        case "fp8":
+            return _fp8(weight_OI, square_I)
+        case "int8_sq":
+            return _Output(_whole_scale(weight_OI, LARGEST_INT8), is_float=False)
         case "nvfp4":
             return _nvfp4(weight_OI, square_I)
         case "mxfp4":
@@ -80,15 +83,32 @@ class _Output:
         return Quantized(tensors, stored_OI.float() * self.scale_O1)
 
     def _stored(self, weight_OI: Tensor) -> Tensor:
-        scaled_OI = weight_OI / self.scale_O1
         if self.is_float:
-            return scaled_OI.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+            return _e4m3(weight_OI, self.scale_O1)
+        scaled_OI = weight_OI / self.scale_O1
         return scaled_OI.round().clamp(-LARGEST_INT8, LARGEST_INT8).to(torch.int8)
 
 
-def _by_output(weight_OI: Tensor, is_float: bool) -> _Output:
-    largest = LARGEST if is_float else LARGEST_INT8
-    return _Output(weight_OI.abs().amax(1, keepdim=True).clamp(min=_TINY) / largest, is_float)
+def _fp8(weight_OI: Tensor, square_I: Tensor) -> _Output:
+    """Steps of floats are alike in all octaves, so what counts is where within one a scale lies.
+    None of these cuts a weight."""
+    whole_O1 = _whole_scale(weight_OI, LARGEST)
+    ways = ((whole_O1 * shift,) for shift in _SHIFTS)
+    (scale_O1,) = _best(weight_OI, square_I, ways, _e4m3_values)
+    return _Output(scale_O1, is_float=True)
+
+
+def _whole_scale(weight_OI: Tensor, largest: float) -> Tensor:
+    """With which numbers up to `largest` cover an output's whole range."""
+    return weight_OI.abs().amax(1, keepdim=True).clamp(min=_TINY) / largest
+
+
+def _e4m3(weight_OI: Tensor, scale_O1: Tensor) -> Tensor:
+    return (weight_OI / scale_O1).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def _e4m3_values(weight_OI: Tensor, scale_O1: Tensor) -> Tensor:
+    return _e4m3(weight_OI, scale_O1).float() * scale_O1
 
 
 def _nvfp4(weight_OI: Tensor, square_I: Tensor) -> "_Floats":

@@ -77,13 +77,26 @@ def test_columns_that_make_up_for_others_lose_less_than_rounding(weight, moments
 
 def test_scales_are_those_with_which_outputs_lose_least(weight, moments):
     matrix, _, _ = moments
-    for format in CODED:
+    for format in [*CODED, "fp8"]:
         known, alike = (
             grid_of(weight, format, GROUP, square).packed(weight).values_OI
             for square in (matrix.diagonal(), None)
         )
         lost = [((x - weight).square() @ matrix.diagonal()).sum() for x in (known, alike)]
         assert lost[0] < lost[1], format
+
+
+def test_8_bit_floats_lie_where_an_octave_loses_least_and_none_is_cut(weight, moments):
+    square = moments[0].diagonal()
+    whole = weight.abs().amax(1, keepdim=True) / 448
+    plain = (weight / whole).to(torch.float8_e4m3fn).float() * whole
+    made = grid_of(weight, "fp8", GROUP, square).packed(weight)
+    stored, scale = made.tensors["weight"].float(), made.tensors["weight_scale"]
+    assert torch.equal(stored * scale, made.values_OI)
+    assert (scale >= whole).all() and (scale < 2 * whole).all()
+    assert ((made.values_OI - weight).abs() <= torch.maximum(weight.abs() / 16, scale / 1024)).all()
+    lost, lost_plain = ((x - weight).square() @ square for x in (made.values_OI, plain))
+    assert (lost <= lost_plain).all() and lost.sum() < 0.9 * lost_plain.sum()
 
 
 def test_awq_moves_large_inputs_into_the_weights(weight, moments):
