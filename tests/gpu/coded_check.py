@@ -247,11 +247,11 @@ def times() -> None:
             slots = scores.topk(num_active).indices.int().contiguous()
             layers.append((x, slots, weights, gate_up, down, None, None, SILU))
         touched = num_slots * (1 - (1 - num_active / num_slots) ** num_tokens)  # if chosen evenly
-        floor_us = touched * (gate_up.num_bytes + down.num_bytes) / num_slots / H200.read_bytes_s
+        floor_s = touched * (gate_up.num_bytes + down.num_bytes) / num_slots / H200.read_bytes_s
         for what, run in (("usual", coded_experts), ("of all GPUs", coded_experts_decoded)):
             us = time_graph_us([partial(run, *layer) for layer in layers])
             print(
-                f"{num_tokens} tokens, {what}: {us:.1f} us, floor {floor_us * 1e6:.1f}", flush=True
+                f"{num_tokens} tokens, {what}: {us:.1f} us, floor {floor_s * 1e6:.1f}", flush=True
             )
 
 
