@@ -123,7 +123,7 @@ def wrong_products(name: str) -> list[str]:
 def experts_of(name: str) -> tuple[CodedWeight, CodedWeight, int]:
     kind, group, has_zeros = FORMATS[name]
     features = {128: 384, 256: 512}.get(group, 320)
-    size = {128: 640, 256: 512, 64: 576}.get(group, SIZE if group != 32 else 544)
+    size = {32: 544, 64: 576, 128: 640, 256: 512}.get(group, SIZE)
     gate_up, down = (
         stack_coded(
             [
@@ -160,8 +160,9 @@ def expected_experts(
     before the gate, since some launches have them in fp32."""
     y = torch.zeros_like(x, dtype=torch.float32)
     for slot in range(gate_up.num_slots):
-        biases = (None if b is None else b[slot].float() for b in (gate_up_bias, down_bias))
-        bias, bias_down = biases
+        bias, bias_down = (
+            None if b is None else b[slot].float() for b in (gate_up_bias, down_bias)
+        )
         h = F.linear(x.float(), rounded_values(gate_up.slot(slot)), bias)
         h = gated.reference(h, gate).to(x.dtype).float()
         weight = (weights * (slots == slot)).sum(1, keepdim=True)

@@ -44,6 +44,7 @@ from penstock.kernels.moe.hopper_mxfp4 import block_rows, in_order_of_blocks
 from penstock.kernels.moe.triton_sort import sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
 from penstock.kernels.moe.triton_tiles import mxfp4_pairs, scaled_pairs
+from penstock.kernels.moe.weights import pointer
 from penstock.kernels.pdl import launch_options
 
 _e4m3_pairs = gluon.jit(decode.e4m3_pairs.fn)
@@ -276,11 +277,14 @@ def _copy_columns(desc, boxes, barrier, stage, row, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _copy_weights(
-    w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, stage, row, scale_row,
+    w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, stage, tile, first_row,
+    first_scale_row, num_outputs, tiles_per_scale,
     PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """A tile's words, scales and zero points; BYTES are those of its inputs, too."""
     LINE_ROWS: gl.constexpr = _LINE // (_WORDS * PLANES)
+    row = first_row + tile * num_outputs
+    scale_row = first_scale_row + tile // tiles_per_scale * num_outputs
     barrier = full.index(stage)
     mbarrier.expect(barrier, BYTES)
     copy(w_desc, [row // LINE_ROWS, 0], barrier, w_boxes.index(stage))
@@ -308,11 +312,9 @@ def _load(
     BYTES: gl.constexpr = _ROWS * (4 * _WORDS * PLANES + COLUMN_BYTES) + 2 * M * _TILE
     num_early = gl.minimum(num_here, STAGES)
     for j in range(num_early):
-        tile = first_tile + j
-        row, scale_row = tile * num_outputs, tile // tiles_per_scale * num_outputs
         _copy_weights(
-            w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, j, first_row + row,
-            first_scale_row + scale_row, PLANES, SCALES, HAS_ZEROS, BYTES,
+            w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, j, first_tile + j, first_row,
+            first_scale_row, num_outputs, tiles_per_scale, PLANES, SCALES, HAS_ZEROS, BYTES,
         )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -321,10 +323,9 @@ def _load(
     for j in range(num_early, num_here):
         stage, tile = j % STAGES, first_tile + j
         mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
-        row, scale_row = tile * num_outputs, tile // tiles_per_scale * num_outputs
         _copy_weights(
-            w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, stage, first_row + row,
-            first_scale_row + scale_row, PLANES, SCALES, HAS_ZEROS, BYTES,
+            w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, stage, tile, first_row,
+            first_scale_row, num_outputs, tiles_per_scale, PLANES, SCALES, HAS_ZEROS, BYTES,
         )  # fmt: skip
         _copy_inputs(x_desc, x_panels, full, stage, x_row, tile)
 
@@ -414,11 +415,9 @@ def _coded(
     IS_EARLY: slots were known before the kernel in front began, so that weights need not wait.
     """
     if PDL:
-        if IS_EARLY:
-            gdc_launch_dependents()
-        else:
+        if not IS_EARLY:
             gdc_wait()
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     num_rows = gl.cdiv(num_outputs, _ROWS)
     split = gl.program_id(0) // (num_blocks * num_rows)
     at = gl.program_id(0) % (num_blocks * num_rows)
@@ -519,8 +518,8 @@ def _multiply(
     )
     _coded[(num_blocks * num_rows * splits,)](
         w_desc, s_desc or x_desc, z_desc or x_desc, x_desc, weight.scales,
-        _pointer(weight.outer_O, out), _pointer(bias, out), out, _pointer(slots_B, out),
-        _pointer(pairs_BM, out), _pointer(weights_P, out), num_tokens, num_blocks, num_out,
+        pointer(weight.outer_O, out), pointer(bias, out), out, pointer(slots_B, out),
+        pointer(pairs_BM, out), pointer(weights_P, out), num_tokens, num_blocks, num_out,
         num_outputs, num_tiles, tiles_each, num_groups, triton.cdiv(num_tiles, num_groups),
         num_blocks if slots_B is None else c.band, weight.num_slots,
         KIND=weight.kind, PLANES=planes, SCALES=0 if has_row_scales else columns,
@@ -578,12 +577,8 @@ def experts(
         pairs_BM, slots_B = sorted_pairs(slots_TK, down.num_slots, rows)
         x = in_order_of_blocks(x_TD, pairs_BM, num_pairs)
     else:
-        rows, pairs_BM, slots_B, x = (
-            rows or min(CONFIGS),
-            None,
-            slots_TK.view(-1),
-            x_TD.contiguous(),
-        )
+        rows = rows or min(CONFIGS)
+        pairs_BM, slots_B, x = None, slots_TK.view(-1), x_TD.contiguous()
     c = config or (_FEW_OF_EXPERTS if rows == min(CONFIGS) else CONFIGS[rows])
 
     def num_splits(weight: CodedWeight) -> int:
@@ -611,8 +606,3 @@ def _column_descriptor(columns: Tensor) -> object:
     size = min(_LINE.value, _ROWS.value * columns.shape[-1])
     layout = gl.NVMMASharedLayout(0, 8 * columns.itemsize, rank=1)
     return descriptor(columns, (columns.numel(),), (size,), layout)
-
-
-def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Something to count from where there is nothing to read."""
-    return other if tensor is None else tensor

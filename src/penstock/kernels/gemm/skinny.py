@@ -49,14 +49,14 @@ def gemv_config(
     4096 x 14336 27.9 (26.0), 8192 x 28672 103 (104; with two long rows 124); fp8: 7.3 (5.6), 5.3
     (3.7), 28.3 (26.0), 15.4 (13.0), 53.8 (52.0; 59.1).
     """
-    if element_bytes == 1:
+    if element_bytes == 1 and num_inputs < 8192:
         usual = GemvConfig(rows=2, block=4096, num_warps=4)
-        if num_inputs >= 8192:
-            usual = GemvConfig(rows=1, block=1024, num_warps=4)
-    elif num_inputs >= 16384:
-        usual = GemvConfig(rows=1, block=1024, num_warps=8)
-    else:
+    elif element_bytes == 1:
+        usual = GemvConfig(rows=1, block=1024, num_warps=4)
+    elif num_inputs < 16384:
         usual = GemvConfig(rows=2, block=2048, num_warps=8 if num_inputs <= 8192 else 4)
+    else:
+        usual = GemvConfig(rows=1, block=1024, num_warps=8)
     small = usual.block // 2
     if triton.cdiv(num_inputs, usual.block) * 2 > triton.cdiv(num_inputs, small):
         usual = replace(usual, block=small, num_warps=4)  # half of the last one would be empty

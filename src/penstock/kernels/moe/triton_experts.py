@@ -20,11 +20,11 @@ from penstock.kernels import tuned
 from penstock.kernels.moe import triton_mxfp4  # noqa: F401  registers
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
-from penstock.kernels.moe.triton_few import bits_of, check, pointer, scale_strides, stride_of
+from penstock.kernels.moe.triton_few import bits_of, check, scale_strides, stride_of
 from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
 from penstock.kernels.moe.triton_sum import sum_parts
 from penstock.kernels.moe.triton_tiles import dot, gate_of
-from penstock.kernels.moe.weights import ExpertWeights, as_inputs
+from penstock.kernels.moe.weights import ExpertWeights, as_inputs, pointer
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 

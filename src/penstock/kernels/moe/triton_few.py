@@ -20,7 +20,7 @@ from penstock.kernels import tuned
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.triton_tiles import gate_of
-from penstock.kernels.moe.weights import ExpertWeights, as_inputs
+from penstock.kernels.moe.weights import ExpertWeights, as_inputs, pointer
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -178,11 +178,6 @@ def scale_strides(scale: Tensor | None) -> tuple[int, int]:
 
 def stride_of(scale: Tensor | None) -> int:
     return 0 if scale is None else scale.stride(0)
-
-
-def pointer(scale: Tensor | None, other: Tensor) -> Tensor:
-    """Kernels take a scale's address also where they do not read it."""
-    return other if scale is None else scale
 
 
 def check(x_TD: Tensor, *contiguous: Tensor | None) -> None:

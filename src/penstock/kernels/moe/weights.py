@@ -103,6 +103,11 @@ def as_inputs(
     raise AssertionError(wanted)
 
 
+def pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Kernels take an address also where they do not read what it is of."""
+    return other if tensor is None else tensor
+
+
 def mxfp4_values(blocks_OB: Tensor, scales_OG: Tensor) -> Tensor:
     """[O, I] in float32 of what checkpoints store: two codes a byte, the lower one first."""
     codes_OI = torch.stack((blocks_OB & 15, blocks_OB >> 4), dim=-1).flatten(-2)
