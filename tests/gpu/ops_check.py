@@ -50,17 +50,22 @@ def check_attention() -> int:
     import torch
     from op_cases import gpu_attention_cases, make_attention
 
-    from penstock.kernels.attention import triton_prefill
+    from penstock.kernels.attention import triton_decode, triton_prefill
     from penstock.kernels.attention.backend import get_backend
     from penstock.kernels.tolerances import tolerance
 
-    def compare(args) -> list[str]:
+    usual_load = triton_decode.load_of
+
+    def compare(case, args) -> Iterator[str]:
+        """However many sequences there are, with decodes as if they were few, some and many."""
         expected = get_backend("reference").attend(*args.unpack())
-        found = get_backend("triton").attend(*args.unpack())
         close = tolerance(dtype)
-        if torch.allclose(found, expected, atol=close.atol, rtol=close.rtol):
-            return []
-        return [f"off by {(found - expected).abs().nan_to_num(torch.inf).max().item():.3g}"]
+        for load in (None, *triton_decode.Load) if case.num_decodes else (None,):
+            triton_decode.load_of = (lambda *_, load=load: load) if load else usual_load
+            found = get_backend("triton").attend(*args.unpack())
+            if not torch.allclose(found, expected, atol=close.atol, rtol=close.rtol):
+                off = (found - expected).abs().nan_to_num(torch.inf).max().item()
+                yield f"off by {off:.3g}, load {load}"
 
     num_run = 0
     for case in gpu_attention_cases():
@@ -68,7 +73,7 @@ def check_attention() -> int:
             if dtype == torch.float16 and case.head_size != 128:
                 continue
             args = make_attention(case, dtype, torch.device("cuda"))
-            for wrong in tried(lambda args=args: compare(args)):
+            for wrong in tried(lambda case=case, args=args: compare(case, args)):
                 print(f"FAIL attention {case} {dtype}: {wrong}", flush=True)
             num_run += 1
     if triton_prefill._HOPPER.module(torch.empty(0, device="cuda")) is None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import AttentionCase, make_attention, small_attention_cases
+from op_cases import AttentionCase, decodes, make_attention, small_attention_cases
 from transformers.models.gpt_oss.modeling_gpt_oss import (
     GptOssAttention,
     GptOssConfig,
@@ -13,6 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 )
 
 from penstock.errors import ConfigError
+from penstock.kernels.attention import triton_decode
 from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.attention.reference import attend
 from penstock.kernels.tolerances import tolerance
@@ -57,6 +58,25 @@ def test_backend_in_half_precision(
     if name == "triton" and dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers")
     _check(name, case, dtype, device)
+
+
+@pytest.mark.parametrize("load", triton_decode.Load)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.num_decodes == len(c.entries) and c.window != 16], ids=str
+)
+def test_decodes_with_keys_split_and_in_programs_of_any_size(
+    case: AttentionCase,
+    load: triton_decode.Load,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_decode, "load_of", lambda num_programs, longest: load)
+    _check("triton", case, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+
+
+def test_a_long_sequence_has_more_splits_than_are_added_up_at_once(device: torch.device) -> None:
+    case = decodes(70, 5000, num_heads=2, num_kv_heads=1)
+    _check("triton", case, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
 
 
 @pytest.mark.parametrize(("num_queries", "kv_len"), [(7, 7), (3, 11), (1, 5)])

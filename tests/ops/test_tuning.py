@@ -17,6 +17,7 @@ from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode_
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill_config
 from penstock.kernels.device import probe
 from penstock.kernels.gemm.skinny import GemvConfig, gemv_config
+from penstock.kernels.gemm.tiles import LIBRARY, TilesConfig, is_quicker, tiles_config
 from penstock.kernels.moe import tuning as experts_tuning
 from penstock.kernels.moe.triton_experts import GroupedConfig, grouped_config
 from penstock.kernels.moe.triton_few import FewConfig, few_config
@@ -27,6 +28,7 @@ CPU = torch.device("cpu")
 FILES = sorted(f.name for f in resources.files(tuned).iterdir() if f.name.endswith(".json"))
 KINDS = {
     "gemv": GemvConfig,
+    "tiles": TilesConfig,
     "decode": DecodeConfig,
     "prefill": PrefillConfig,
     "experts few": FewConfig,
@@ -51,7 +53,8 @@ def home(monkeypatch, tmp_path):
 
 def forget() -> None:
     experts = (few_config, grouped_config, mxfp4_config)
-    for cached in (tuned.entries, gemv_config, decode_config, prefill_config, *experts):
+    products = (gemv_config, tiles_config)
+    for cached in (tuned.entries, *products, decode_config, prefill_config, *experts):
         cached.cache_clear()
 
 
@@ -87,7 +90,8 @@ def test_every_entry_of_a_shipped_file_is_a_configuration_of_a_known_shape(name)
     for op, entries in content["ops"].items():
         for key, fields in entries.items():
             config = KINDS[op](**fields)
-            assert all(isinstance(value, int) and value > 0 for value in fields.values())
+            assert all(isinstance(value, int) and value >= 0 for value in fields.values())
+            assert config == LIBRARY or all(fields.values())
             assert config.num_warps in (1, 2, 4, 8, 16)
             assert (op, key) in shapes
 
@@ -130,17 +134,31 @@ def test_what_was_tuned_here_comes_before_what_is_shipped(on_gpu):
     assert gemv_config(4096, 4096, 2, 1) == GemvConfig(2, 2048, 8)
 
 
+def test_the_library_multiplies_where_it_was_found_quicker(on_gpu):
+    weight_OI = torch.empty(8192, 1024, dtype=torch.bfloat16)
+    key = tuned.key(outputs=8192, inputs=1024, bits=16, tokens=32)
+    on_gpu("g")
+    own("g", tiles={key: dataclasses.asdict(LIBRARY)})
+    assert not is_quicker(32, weight_OI)
+    assert is_quicker(16, weight_OI)  # 128 programs
+    own("g", tiles={key: {"outputs": 32}})
+    assert is_quicker(32, weight_OI)
+    assert tiles_config(8192, 1024, 2, 32, False) == TilesConfig(outputs=32)
+    assert not is_quicker(65, weight_OI)
+    assert not is_quicker(32, weight_OI[:512])
+
+
 def test_attention_is_looked_up_by_heads_and_number_formats(on_gpu):
     for op, dims in (
-        ("decode", dict(heads=32, kv_heads=8, head_size=128, cache_bits=8, sequences=32)),
+        ("decode", dict(heads=32, kv_heads=8, head_size=128, cache_bits=8, sequences=256)),
         ("prefill", dict(heads=32, kv_heads=8, head_size=128, bits=16, cache_bits=8)),
     ):
         on_gpu("g")
         own("g", **{op: {tuned.key(**dims): {"tile": 32}}})
         if op == "decode":
-            assert decode_config(32, 8, 128, 1, Load.WAVE) == DecodeConfig(tile=32)
-            assert decode_config(32, 8, 128, 1, Load.FEW).tile == 128
-            assert decode_config(32, 8, 128, 2, Load.WAVE).tile == 128
+            assert decode_config(32, 8, 128, 1, Load.MANY) == DecodeConfig(tile=32)
+            assert decode_config(32, 8, 128, 1, Load.SOME).tile == 128
+            assert decode_config(32, 8, 128, 2, Load.MANY).tile == 64
         else:
             assert prefill_config(32, 8, 128, 2, 1) == PrefillConfig(tile=32)
             assert prefill_config(32, 8, 128, 2, 2) == PrefillConfig()
@@ -164,16 +182,16 @@ def test_a_file_that_cannot_be_used_is_named(on_gpu, text):
     ("num_sequences", "longest", "load"),
     [
         (1, 4096, Load.FEW),
-        (12, 4096, Load.FEW),  # 96 programs on 132 multiprocessors
-        (16, 4096, Load.SOME),
-        (16, 131072, Load.FEW),  # one long sequence would keep the others waiting
-        (17, 4096, Load.FEW),  # four programs would be left for a second round
-        (32, 131072, Load.WAVE),
-        (64, 4096, Load.MANY),
+        (6, 4096, Load.FEW),  # 48 programs on 132 multiprocessors
+        (8, 4096, Load.SOME),
+        (8, 131072, Load.FEW),  # one long sequence would keep the others waiting
+        (16, 131072, Load.SOME),
+        (32, 131072, Load.MANY),
+        (1, 256, Load.MANY),  # or a window
     ],
 )
 def test_the_load_of_decodes_follows_from_how_far_they_fill_a_gpu(num_sequences, longest, load):
-    assert load_of(num_sequences, 8, longest) is load
+    assert load_of(8 * num_sequences, longest) is load
 
 
 def test_subjects_are_what_the_kernels_ask_for():
@@ -182,7 +200,7 @@ def test_subjects_are_what_the_kernels_ask_for():
     assert ("gemv", tuned.key(outputs=128256, inputs=4096, bits=16, tokens=2)) in found
     assert ("gemv", tuned.key(outputs=28672, inputs=4096, bits=8, tokens=2)) not in found
     assert not any("outputs=128256" in key and "bits=8 " in key for _, key in found)
-    assert len([key for op, key in found if op == "decode"]) == 8
+    assert len([key for op, key in found if op == "decode"]) == 6
     assert len([key for op, key in found if op == "prefill"]) == 2
     assert {one.op for one in tuning.subjects(LLAMA_8B, ["decode"])} == {"decode"}
 
@@ -301,7 +319,7 @@ def test_an_unknown_op_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["tune", "--ops", "gemv,nothing"])
     assert ended.value.code == 2
-    assert "gemv, decode, prefill, experts" in capsys.readouterr().err
+    assert "gemv, tiles, decode, prefill, experts" in capsys.readouterr().err
 
 
 # Where Triton keeps binaries

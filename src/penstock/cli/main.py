@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, PenstockError
 
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _QUANTIZE_FORMATS = ("fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq")
-_TUNED_OPS = ("gemv", "decode", "prefill", "experts")
+_TUNED_OPS = ("gemv", "tiles", "decode", "prefill", "experts")
 _OFFLINE = ("throughput", "latency", "prepare-dataset")
 _UNAVAILABLE_BENCHES = ("build", "visual-gen")
 _UNAVAILABLE = ("disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve", "rerank")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import ConfigError
@@ -28,12 +29,15 @@ from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode, decode_config
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill, prefill_config
 from penstock.kernels.device import num_places, probe
+from penstock.kernels.fp8.triton import fp8_linear_scaled_mm
 from penstock.kernels.gemm.skinny import GemvConfig, gemv, gemv_config
+from penstock.kernels.gemm.tiles import LIBRARY, TilesConfig, tiles, tiles_config
 from penstock.kernels.moe import tuning as moe
 from penstock.kernels.moe.tuning import ExpertsConfig, Layer, Product
+from penstock.kernels.norm.reference import rms_norm
 
-OPS = ("gemv", "decode", "prefill", "experts")
-Config = GemvConfig | DecodeConfig | PrefillConfig | ExpertsConfig
+OPS = ("gemv", "tiles", "decode", "prefill", "experts")
+Config = GemvConfig | TilesConfig | DecodeConfig | PrefillConfig | ExpertsConfig
 Launch = Callable[[], object]
 
 _L2_BYTES = 256 << 20  # more than any, so that nothing is found in it
@@ -42,16 +46,25 @@ _MAX_KV_LEN = 131072
 _MIN_GAIN = 0.01  # less is noise
 _MAX_ERROR = 0.02  # of a result, against the largest
 _BUDGET_MS = 10.0  # of one timing
+_BEFORE_SIZE = 2048  # channels of the norm in front of a product
 _MAX_WORKERS = 16
 # How far one program per sequence and kv head fills the GPU, and keys of each sequence.
 _DECODE_CASES = {
     Load.FEW: ((0.0, 1024), (0.0, 8192), (0.5, 1024)),
     Load.SOME: ((1.0, 1024), (1.0, 4096)),
-    Load.WAVE: ((2.0, 1024), (2.0, 8192)),
-    Load.MANY: ((16.0, 1024),),
+    Load.MANY: ((2.0, 1024), (2.0, 8192), (16.0, 1024)),
 }
+# Outputs of a program, bytes of a row, warps, stages: what was best of 69 for some product.
+_TILES = (
+    *((64, 256, 4, stages) for stages in (2, 4, 5, 6, 8)),
+    *((64, 128, 4, stages) for stages in (3, 4)),
+    *((128, 128, 8, stages) for stages in (3, 4)),
+    *((128, 256, 4, stages) for stages in (2, 4)),
+    *((32, 512, 4, stages) for stages in (4, 6)),
+    *((16, 512, 4, stages) for stages in (6, 8)),
+)
 _PREFILL_CASES = ((1, 8192), (8, 1024))
-_TOKENS = (1, 2)  # of a product; more are quicker on tensor cores
+_TOKENS = {"gemv": (1, 2), "tiles": (16, 32, 64)}  # of a product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,23 +133,23 @@ class Found:
 def subjects(shape: Shape, ops: Sequence[str]) -> list[Subject]:
     found = []
     heads = (("heads", shape.heads), ("kv_heads", shape.kv_heads), ("head_size", shape.head_size))
-    if "gemv" in ops:
-        query, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-        matrices = (
-            (query + 2 * kv, shape.hidden, (16, 8)),
-            (shape.hidden, query, (16, 8)),
-            (2 * shape.features, shape.hidden, (16, 8)),
-            (shape.hidden, shape.features, (16, 8)),
-            (shape.vocabulary, shape.hidden, (16,)),
-        )
+    query, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    matrices = (
+        (query + 2 * kv, shape.hidden, (16, 8)),
+        (shape.hidden, query, (16, 8)),
+        (2 * shape.features, shape.hidden, (16, 8)),
+        (shape.hidden, shape.features, (16, 8)),
+        (shape.vocabulary, shape.hidden, (16,)),
+    )
+    for op in (op for op in _TOKENS if op in ops):
         for nth, (outputs, inputs, formats) in enumerate(matrices):
-            for bits, tokens in itertools.product(formats, _TOKENS):
+            for bits, tokens in itertools.product(formats, _TOKENS[op]):
                 is_gated = nth == 2
-                if outputs == 0 or inputs == 0 or (is_gated and tokens > 1):
+                if outputs == 0 or inputs == 0 or (is_gated and tokens == 2):
                     continue
                 sizes = (("outputs", outputs), ("inputs", inputs))
                 dims = (*sizes, ("bits", bits), ("tokens", tokens))
-                found.append(Subject("gemv", dims, is_gated=is_gated))
+                found.append(Subject(op, dims, is_gated=is_gated))
     for cache_bits in (16, 8):
         if "decode" in ops:
             for load in Load:
@@ -158,6 +171,10 @@ def now_used(subject: Subject) -> Config:
     match subject.op:
         case "gemv":
             return gemv_config(d["outputs"], d["inputs"], d["bits"] // 8, d["tokens"])
+        case "tiles":
+            return tiles_config(
+                d["outputs"], d["inputs"], d["bits"] // 8, d["tokens"], subject.is_gated
+            )
         case "decode":
             return decode_config(
                 d["heads"], d["kv_heads"], d["head_size"], d["cache_bits"] // 8,
@@ -186,21 +203,20 @@ def candidates(subject: Subject) -> list[Config]:
                 for num_warps in (2, 4, 8)
                 if rows * block * tokens <= 4096 * num_warps
             ]
+        case TilesConfig():
+            tried += [] if subject.is_gated else [LIBRARY]
+            tried += [TilesConfig(*one) for one in _TILES]
         case DecodeConfig():
             tried += [
                 replace(now, tile=tile, num_stages=num_stages, num_warps=num_warps)
-                for tile in (32, 64, 128)
-                for num_stages in (2, 3, 5)
-                for num_warps in (2, 4, 8)
+                for tile in (32, 64, 128, 256)
+                for num_stages in (3, 5, 7)
+                for num_warps in (1, 2, 4)
+                if 16 <= tile // num_warps <= 64
             ]
-            tried += [replace(now, programs=programs) for programs in (1, 1024, 4096)]
-            tried += [replace(now, min_span=min_span) for min_span in (64, 256, 512, 2048)]
-            tried += [
-                replace(now, tile=tile, min_span=min_span, num_stages=2, num_warps=num_warps)
-                for tile, min_span in ((32, 32), (32, 64), (64, 64))
-                for num_warps in (2, 4)
-            ]
-            tried = [c for c in tried if isinstance(c, DecodeConfig) and c.min_span % c.tile == 0]
+            tried += [replace(now, min_span=min_span) for min_span in (16, 64, 128)]
+            tried += [replace(now, max_splits=max_splits) for max_splits in (32, 128)]
+            tried += [replace(now, programs=programs) for programs in (1, 1024)]
         case PrefillConfig():
             tried += [
                 PrefillConfig(rows, tile, num_warps, num_stages)
@@ -221,6 +237,8 @@ def cases(subject: Subject, device: torch.device) -> Iterator[Case]:
     match subject.op:
         case "gemv":
             yield _gemv_case(d, subject.is_gated, device, limits.get("read_tbps"))
+        case "tiles":
+            yield _tiles_case(d, subject.is_gated, device, limits.get("read_tbps"))
         case "decode":
             for num_waves, kv_len in _DECODE_CASES[Load(d["sequences"])]:
                 num = max(1, int(num_waves * num_places() / d["kv_heads"]))
@@ -239,6 +257,9 @@ def compiling_cases(subject: Subject, device: torch.device) -> Iterator[Case]:
         case "gemv":
             small = 512 if d["outputs"] % 16 == 0 else d["outputs"]
             yield _gemv_case(d | {"outputs": small}, subject.is_gated, device, None, copies=1)
+        case "tiles":  # as many outputs beyond whole tiles
+            small = 512 + d["outputs"] % 512
+            yield _tiles_case(d | {"outputs": small}, subject.is_gated, device, None, copies=1)
         case "decode":
             yield _decode_case(d, d["sequences"], 512, device, None, copies=1)
         case "prefill":
@@ -266,6 +287,41 @@ def _gemv_case(
         return gemv(
             x_TI, scale, weight_OI, scale, None, torch.bfloat16, is_gated=is_gated, config=config
         )
+
+    return Case(
+        f"{outputs} x {inputs}",
+        None if read_tbps is None else num_bytes / read_tbps / 1e6,
+        lambda config: [partial(run, config, weight) for weight in weights],
+        lambda config: run(config, weights[0]),
+    )
+
+
+def _tiles_case(
+    d: dict[str, int],
+    is_gated: bool,
+    device: torch.device,
+    read_tbps: float | None,
+    copies: int | None = None,
+) -> Case:
+    """Behind a small kernel, as in a layer: the library's product begins when that has ended, ours
+    beside it."""
+    outputs, inputs, tokens = d["outputs"], d["inputs"], d["tokens"]
+    dtype = torch.float8_e4m3fn if d["bits"] == 8 else torch.bfloat16
+    num_bytes = outputs * inputs * d["bits"] // 8
+    copies = copies or max(2, _L2_BYTES // num_bytes + 1)
+    weights = [torch.randn(outputs, inputs, device=device).to(dtype) for _ in range(copies)]
+    x_TI = torch.randn(tokens, inputs, device=device).to(dtype)
+    scale = torch.full((1,), inputs**-0.25, device=device) if d["bits"] == 8 else None
+    if scale is None:
+        x_TI *= inputs**-0.5
+    small_TD = torch.ones(tokens, _BEFORE_SIZE, dtype=torch.bfloat16, device=device)
+
+    def run(config: TilesConfig, weight_OI: Tensor) -> Tensor:
+        rms_norm(small_TD, small_TD[0], 1e-6)
+        args = (x_TI, scale, weight_OI, scale, None, torch.bfloat16)
+        if config != LIBRARY:
+            return tiles(*args, is_gated=is_gated, config=config)
+        return F.linear(x_TI, weight_OI) if scale is None else fp8_linear_scaled_mm(*args)  # type: ignore[arg-type]
 
     return Case(
         f"{outputs} x {inputs}",

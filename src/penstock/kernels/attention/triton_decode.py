@@ -1,20 +1,24 @@
-"""Paged attention of one query per sequence, the keys of a sequence split over programs.
+"""Paged attention of one query per sequence.
 
-All query heads of a kv head share one tile, so each key and value is read once. Nothing on the host
-depends on device values, so a captured launch stays right as sequences grow.
+All query heads of a kv head (up to 16) share one tile, so each key and value is read once. Keys are
+the rows of tensor cores' tiles and heads the few columns. A warp has keys of its own, with their
+maximum, sum and weighted values, so that warps do not wait for each other; at the end these are
+added up. Nothing on the host depends on device values, so a captured launch stays right as
+sequences grow.
 
-Where few sequences leave multiprocessors idle, keys are split. How depends on the sequence's own
-length alone (`span`), never on its neighbours: up to SPLITS equal spans, none under MIN_SPAN keys.
-How many programs share those spans depends on the number of sequences, which changes nothing in the
-arithmetic. Where one program per (sequence, kv head) fills the device it walks all keys in one span
-and saves the second launch, so the last bits may differ on the two sides of such a batch size.
+Where few sequences leave multiprocessors idle, keys are split over programs. How depends on the
+sequence's own length alone (`span`), never on its neighbours. How many programs share those spans
+depends on the number of sequences, which changes nothing in the arithmetic. Where one program per
+(sequence, kv head) does for the device it walks all keys in one span and saves the second launch,
+so the last bits may differ on the two sides of such a batch size.
 
 A cache of 8-bit numbers is read as pairs of channels: tensor cores take 16-bit elements from shared
 memory in any direction, 8-bit ones only in one. The channels with even and with odd numbers then go
 separate ways: 8-bit floats as fp16, which holds them all exactly, whole numbers in q's dtype, as
 either of the two does. The scale of a key multiplies its scores, that of a value their weights.
 
-Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one.
+Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one,
+W warps.
 """
 
 import enum
@@ -34,68 +38,68 @@ from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previo
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
 NO_WINDOW = 1 << 30
-_MIN_WAVES, _MANY_WAVES = 1.25, 3.5  # H200: 16, 24, 32 and 64 sequences with 8 kv heads
-_NEARLY_A_WAVE = 0.75, 1.0
-_MAX_SHORT = 4096  # keys that one program can walk while the others do
+_LOWEST = tl.constexpr(-1.0e30)  # the maximum of no keys; finite: less itself it is 0
+_MAX_G = 16  # heads of a tile; more would not fit into a warp's registers
+_FEW_SPLITS = tl.constexpr(32)
+_LONG_SPAN = tl.constexpr(128)
+_REDUCED = tl.constexpr(32)  # splits added up at once
+# H200, 8 kv heads: from 8 sequences on, from 14, from 21
+_SOME_SHORT_WAVES, _SOME_WAVES, _MANY_WAVES = 0.4, 0.84, 1.25
+_SHORT = 4096  # keys that one program can walk while the others do
+_VERY_SHORT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch shape. Only `tile`, `min_span` and `max_splits` touch the arithmetic."""
+    """Launch shape. `programs` touches the arithmetic only where it is 1."""
 
-    tile: int = 64  # keys read at once
-    min_span: int = 128  # keys a split has at least; a multiple of tile
-    max_splits: int = 32
+    tile: int = 64  # keys read at once, 16 or more for each warp
+    min_span: int = 32  # keys a split has at least
+    max_splits: int = 64
     programs: int = 2048  # that share the splits; 1: nothing is split
-    num_warps: int = 4
-    num_stages: int = 3
+    num_warps: int = 2
+    num_stages: int = 5  # of 5 the table's blocks take two
 
 
 class Load(enum.IntEnum):
     """How far one program per (sequence, kv head) fills the device; the value is an example."""
 
     FEW = 1  # not: keys are split
-    SOME = 16  # nearly, and no sequence can be long: programs with much on the way
-    WAVE = 32  # once or twice: large programs
-    MANY = 256  # many times over: small programs, several on a multiprocessor
+    SOME = 16  # nearly: large programs
+    MANY = 256  # once or more, or keys are few: small programs
 
 
-def load_of(num_entries: int, num_kv_heads: int, longest: int) -> Load:
-    """`longest`: keys that a sequence may ever have, so that steps of all kinds choose the same."""
-    num_waves = num_entries * num_kv_heads / num_places()
-    if num_waves < _MIN_WAVES:
-        least, most = _NEARLY_A_WAVE
-        is_nearly = least <= num_waves <= most and longest <= _MAX_SHORT
-        return Load.SOME if is_nearly else Load.FEW
-    return Load.WAVE if num_waves < _MANY_WAVES else Load.MANY
+def load_of(num_programs: int, longest: int) -> Load:
+    """`num_programs`: for each sequence and kv head one. `longest`: keys that a sequence may ever
+    have, so that steps of all kinds choose the same."""
+    num_waves = num_programs / num_places()
+    if num_waves >= _MANY_WAVES or longest <= _VERY_SHORT:
+        return Load.MANY
+    least = _SOME_SHORT_WAVES if longest <= _SHORT else _SOME_WAVES
+    return Load.SOME if num_waves >= least else Load.FEW
+
+
+def _tile_heads(group: int) -> int:
+    """Query heads of a program."""
+    return max(8, min(_MAX_G, triton.next_power_of_2(group)))
 
 
 @functools.cache
 def decode_config(
     num_heads: int, num_kv_heads: int, head_size: int, cache_bytes: int, load: Load
 ) -> DecodeConfig:
-    """Where nothing was measured, the best of 45 on an H200 for 32 heads, 8 kv heads, size 128.
-
-    us (floor), 1100 keys: 1 sequence 8.3 (1.0), 32 40.7 (31.9), 256 270 (255); fp8 7.2 (0.5),
-    28.7 (15.9), 151 (128). 32 sequences of 1024 keys with 4 kv heads, nearly a wave: 20.5 (14.8);
-    with keys split 30.3, with 8 warps and 3 stages 29.0.
-    """
-    row_bytes = max(256, triton.next_power_of_2(head_size) * cache_bytes)
-    tile = max(16, 128 * 256 // row_bytes)  # what fits into shared memory
-    match load:
-        case Load.FEW:  # few kv heads need more splits to fill the device
-            splits = max(16, min(64, triton.next_power_of_2(triton.cdiv(256, num_kv_heads))))
-            usual = DecodeConfig(tile=tile, max_splits=splits, num_warps=4, num_stages=2)
-        case Load.SOME:
-            usual = DecodeConfig(tile=tile, programs=1, num_warps=4, num_stages=5)
-        case Load.WAVE:
-            # Of 5 stages the table's blocks take two. Two such programs must fit a multiprocessor.
-            is_small = head_size * cache_bytes <= 128
-            num_warps, num_stages = (4, 5) if is_small else (8, 3)
-            usual = DecodeConfig(tile=tile, programs=1, num_warps=num_warps, num_stages=num_stages)
-        case Load.MANY:
-            num_warps = 2 if cache_bytes == 1 else 4
-            usual = DecodeConfig(tile=max(16, tile // 2), programs=1, num_warps=num_warps)
+    """Where nothing was measured, what is best or nearly so on an H200 for 4 and 8 kv heads of size
+    64 and 128 in 8 and 16 bits (docs/performance.md)."""
+    is_small = head_size * _tile_heads(num_heads // num_kv_heads) <= 1024
+    keys_each = 32 if is_small else 16  # of a warp, for its registers' sake
+    num_stages = 5 if head_size * cache_bytes <= 512 else 3  # for shared memory's
+    num_warps = {Load.FEW: 1, Load.SOME: 4, Load.MANY: 2}[load]
+    usual = DecodeConfig(
+        tile=num_warps * keys_each,
+        programs=2048 if load is Load.FEW else 1,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
     return tuned.best(
         "decode",
         usual,
@@ -109,8 +113,17 @@ def decode_config(
 
 @triton.jit
 def span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
-    """Keys per split, a multiple of TILE."""
-    return tl.maximum(MIN_SPAN, tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE)
+    """Keys per split, a multiple of TILE: a few splits while these are short, then more of them."""
+    keys = tl.minimum(tl.cdiv(num_keys, _FEW_SPLITS), _LONG_SPAN)
+    keys = tl.maximum(tl.maximum(keys, tl.cdiv(num_keys, SPLITS)), MIN_SPAN)
+    return tl.cdiv(keys, TILE) * TILE
+
+
+@triton.jit
+def _by_warp(TILE: tl.constexpr, W: tl.constexpr):
+    """Numbers of a tile's keys, [W, TILE / W]."""
+    EACH: tl.constexpr = TILE // W
+    return tl.arange(0, W)[:, None] * EACH + tl.arange(0, EACH)[None, :]
 
 
 @triton.jit
@@ -118,37 +131,42 @@ def _attend_plain(
     q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
     scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, HAS_SCALES: tl.constexpr,
+    TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`."""
-    cols = tl.arange(0, BLOCK_D)[None, :]
+    cols = tl.arange(0, BLOCK_D)[None, None, :]
     in_head = cols < D
-    m = tl.full((BLOCK_G,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    q = tl.broadcast_to(tl.trans(q)[None, :, :], (W, BLOCK_D, BLOCK_G))
+    m = tl.full((W, BLOCK_G), _LOWEST, tl.float32)
+    total = tl.zeros((W, BLOCK_G), tl.float32)
+    acc = tl.zeros((W, BLOCK_D, BLOCK_G), tl.float32)
     for start in tl.range(first_key, end_key, TILE):
-        keys = start + tl.arange(0, TILE)
+        keys = start + _by_warp(TILE, W)
         inside = keys < end_key
         block = tl.load(table_ptr + keys // S, mask=inside, other=0).to(tl.int64)
-        at = (block * stride_b + (keys % S) * D)[:, None] + cols
-        mask = inside[:, None] & in_head
+        at = (block * stride_b + (keys % S) * D)[:, :, None] + cols
+        mask = inside[:, :, None] & in_head
         k = tl.load(k_ptr + at, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + at, mask=mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        v = tl.load(v_ptr + tl.trans(at, 0, 2, 1), mask=tl.trans(mask, 0, 2, 1), other=0.0)
+        scores = tl.dot(k, q, input_precision="ieee") * scale_log2
         if HAS_SCALES:
             scale_at = block * stride_s + keys % S
-            scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[None, :]
+            scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         seen = inside & (keys >= seen_from)
-        scores = tl.where(seen[None, :], scores, -float("inf"))
+        scores = tl.where(seen[:, :, None], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         alpha = tl.exp2(m - m_new)
-        p = tl.exp2(scores - m_new[:, None])
+        p = tl.exp2(scores - m_new[:, None, :])
         total = total * alpha + tl.sum(p, axis=1)
         if HAS_SCALES:
-            p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[None, :]
-        acc = tl.dot(p.to(v.dtype), v, acc=acc * alpha[:, None], input_precision="ieee")
+            p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
+        v = v.to(q.dtype)
+        acc = tl.dot(v, p.to(v.dtype), acc=acc * alpha[:, None, :], input_precision="ieee")
         m = m_new
-    return m, total, acc
+    largest = tl.max(m, axis=0)
+    weight = tl.exp2(m - largest[None, :])
+    acc = tl.trans(tl.sum(acc * weight[:, None, :], axis=0))
+    return largest, tl.sum(total * weight, axis=0), acc
 
 
 @triton.jit
@@ -197,43 +215,48 @@ def _attend_pairs(
     q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
     seen_from, scale_log2, stride_b, stride_s,
     S: tl.constexpr, P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
-    TILE: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
+    TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, of a cache of 8-bit numbers seen as P pairs a head; with scales, whole ones."""
     dtype: tl.constexpr = q_even.dtype
-    cols = tl.arange(0, BLOCK_P)[None, :]
+    cols = tl.arange(0, BLOCK_P)[None, None, :]
     in_head = cols < P
-    m = tl.full((BLOCK_G,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    even = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
-    odd = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
+    q_even = tl.broadcast_to(tl.trans(q_even)[None, :, :], (W, BLOCK_P, BLOCK_G))
+    q_odd = tl.broadcast_to(tl.trans(q_odd)[None, :, :], (W, BLOCK_P, BLOCK_G))
+    m = tl.full((W, BLOCK_G), _LOWEST, tl.float32)
+    total = tl.zeros((W, BLOCK_G), tl.float32)
+    even = tl.zeros((W, BLOCK_P, BLOCK_G), tl.float32)
+    odd = tl.zeros((W, BLOCK_P, BLOCK_G), tl.float32)
     for start in tl.range(first_key, end_key, TILE):
-        keys = start + tl.arange(0, TILE)
+        keys = start + _by_warp(TILE, W)
         inside = keys < end_key
         block = tl.load(table_ptr + keys // S, mask=inside, other=0).to(tl.int64)
-        at = (block * stride_b + (keys % S) * P)[:, None] + cols
-        mask = inside[:, None] & in_head
+        at = (block * stride_b + (keys % S) * P)[:, :, None] + cols
+        mask = inside[:, :, None] & in_head
         k = tl.load(k_ptr + at, mask=mask, other=0)
-        v = tl.load(v_ptr + at, mask=mask, other=0)
-        scores = tl.dot(q_even, tl.trans(_first_of(k, dtype, HAS_SCALES, ON_GPU)))
-        k = _second_of(k, dtype, HAS_SCALES, ON_GPU)
-        scores = tl.dot(q_odd, tl.trans(k), acc=scores) * scale_log2
+        v = tl.load(v_ptr + tl.trans(at, 0, 2, 1), mask=tl.trans(mask, 0, 2, 1), other=0)
+        scores = tl.dot(_first_of(k, dtype, HAS_SCALES, ON_GPU), q_even)
+        scores = tl.dot(_second_of(k, dtype, HAS_SCALES, ON_GPU), q_odd, acc=scores) * scale_log2
         if HAS_SCALES:
             scale_at = block * stride_s + keys % S
-            scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[None, :]
+            scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         seen = inside & (keys >= seen_from)
-        scores = tl.where(seen[None, :], scores, -float("inf"))
+        scores = tl.where(seen[:, :, None], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         alpha = tl.exp2(m - m_new)
-        p = tl.exp2(scores - m_new[:, None])
+        p = tl.exp2(scores - m_new[:, None, :])
         total = total * alpha + tl.sum(p, axis=1)
         if HAS_SCALES:
-            p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[None, :]
+            p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         p = p.to(dtype)
-        even = tl.dot(p, _first_of(v, dtype, HAS_SCALES, ON_GPU), acc=even * alpha[:, None])
-        odd = tl.dot(p, _second_of(v, dtype, HAS_SCALES, ON_GPU), acc=odd * alpha[:, None])
+        even = tl.dot(_first_of(v, dtype, HAS_SCALES, ON_GPU), p, acc=even * alpha[:, None, :])
+        odd = tl.dot(_second_of(v, dtype, HAS_SCALES, ON_GPU), p, acc=odd * alpha[:, None, :])
         m = m_new
-    return m, total, even, odd
+    largest = tl.max(m, axis=0)
+    weight = tl.exp2(m - largest[None, :])
+    even = tl.trans(tl.sum(even * weight[:, None, :], axis=0))
+    odd = tl.trans(tl.sum(odd * weight[:, None, :], axis=0))
+    return largest, tl.sum(total * weight, axis=0), even, odd
 
 
 @triton.jit
@@ -241,7 +264,8 @@ def _attend(
     q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
     scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
+    TILE: tl.constexpr, W: tl.constexpr,
+    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
     if IN_PAIRS:
@@ -252,13 +276,13 @@ def _attend(
         m, total, even, odd = _attend_pairs(
             q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
             seen_from, scale_log2, stride_b, stride_s, S, D // 2, BLOCK_G, BLOCK_D // 2, TILE,
-            HAS_SCALES, ON_GPU,
+            W, HAS_SCALES, ON_GPU,
         )  # fmt: skip
         acc = tl.interleave(even, odd)
     else:
         m, total, acc = _attend_plain(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
-            scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, HAS_SCALES,
+            scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, HAS_SCALES,
         )  # fmt: skip
     return m, total, acc
 
@@ -269,25 +293,27 @@ def _decode(
     kv_lens_ptr, table_ptr, sinks_ptr,
     scale_log2, v_scale, window, stride_qn, stride_b, stride_s, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
     IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, k, n) of P takes splits p, p + P, ... of sequence n and kv head k.
+    """Program (p, k, n) of P takes splits p, p + P, ... of sequence n and kv head k / PARTS, of
+    whose query heads it has BLOCK_G.
 
     DIRECT: P is 1, writes out[n] itself, sinks included. Else partial[n, h, split] and its
     log2-sum-exp.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
-    kv_head = tl.program_id(1)
+    PARTS: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
+    kv_head = tl.program_id(1) // PARTS
     entry = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + entry)
     row = tl.load(rows_ptr + entry).to(tl.int64)
     seen_from = tl.maximum(0, kv_len - window)
     first = seen_from // TILE * TILE
 
-    g = tl.arange(0, BLOCK_G)
+    g = tl.program_id(1) % PARTS * BLOCK_G + tl.arange(0, BLOCK_G)
     heads = (kv_head * G + g)[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
     inside = (g < G)[:, None] & (cols < D)
@@ -303,7 +329,7 @@ def _decode(
     if DIRECT:
         m, total, acc = _attend(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, kv_len, seen_from,
-            scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, HAS_SCALES,
+            scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS, HAS_SCALES,
             ON_GPU,
         )  # fmt: skip
         if HAS_SINKS:
@@ -319,8 +345,8 @@ def _decode(
             m, total, acc = _attend(
                 q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start,
                 tl.minimum(start + keys_each, kv_len), seen_from,
-                scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, IN_PAIRS, HAS_SCALES,
-                ON_GPU,
+                scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
+                HAS_SCALES, ON_GPU,
             )  # fmt: skip
             at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
             tl.store(
@@ -347,19 +373,22 @@ def reduce_splits(
     num_keys = kv_len - tl.maximum(0, kv_len - window) // TILE * TILE
     num_splits = tl.cdiv(num_keys, span(num_keys, SPLITS, MIN_SPAN, TILE))
 
-    splits = tl.arange(0, SPLITS)
     cols = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    at = (entry * H + head) * SPLITS + splits
-    lse = tl.load(lse_ptr + at, mask=splits < num_splits, other=-float("inf"))
-    largest = tl.max(lse, axis=0)
-    weight = tl.exp2(lse - largest)
-    total = tl.sum(weight, axis=0)
+    largest, total = -float("inf"), 0.0
+    out = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, num_splits, _REDUCED):
+        splits = first + tl.arange(0, _REDUCED)
+        at = (entry * H + head) * SPLITS + splits
+        mask = (splits < num_splits)[:, None] & (cols < D)[None, :]
+        partial = tl.load(partial_ptr + at[:, None] * D + cols[None, :], mask=mask, other=0.0)
+        lse = tl.load(lse_ptr + at, mask=splits < num_splits, other=-float("inf"))
+        before, largest = largest, tl.maximum(largest, tl.max(lse, axis=0))
+        alpha, weight = tl.exp2(before - largest), tl.exp2(lse - largest)
+        total = total * alpha + tl.sum(weight, axis=0)
+        out = out * alpha + tl.sum(partial * weight[:, None], axis=0)
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)
-    weight = weight / total
-    mask = (splits < num_splits)[:, None] & (cols < D)[None, :]
-    partial = tl.load(partial_ptr + at[:, None] * D + cols[None, :], mask=mask, other=0.0)
-    out = tl.sum(partial * weight[:, None], axis=0)
+    out /= total
     to = out_ptr + (entry * H + head) * D + cols
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=cols < D)
 
@@ -387,16 +416,18 @@ def decode(
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
     assert q_NHD.stride()[1:] == (head_size, 1) and out_NHD.is_contiguous(), q_NHD.stride()
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
+    group = num_heads // num_kv_heads
+    block_g = _tile_heads(group)
+    num_tiles = num_kv_heads * triton.cdiv(group, block_g)  # of heads
+    longest = block_table_RM.shape[1] * block_size
+    if params.window is not None:
+        max_kv_len, longest = min(max_kv_len, params.window), min(longest, params.window)
     c = config or decode_config(
         num_heads, num_kv_heads, head_size, k_cache_BKSD.element_size(),
-        load_of(num_entries, num_kv_heads, block_table_RM.shape[1] * block_size),
+        load_of(num_entries * num_tiles, longest),
     )  # fmt: skip
-    if params.window is not None:
-        max_kv_len = min(max_kv_len, params.window + c.tile)  # the first tile may begin before it
-    max_splits = min(c.max_splits, triton.cdiv(max_kv_len, c.min_span))
-    programs = min(max_splits, max(1, c.programs // (num_entries * num_kv_heads)))
-    if max_splits <= 2:
-        programs = 1  # a second launch takes longer
+    max_splits = min(c.max_splits, triton.cdiv(max_kv_len + c.tile, c.min_span))
+    programs = min(max_splits, max(1, c.programs // (num_entries * num_tiles)))
     in_pairs = k_cache_BKSD.element_size() == 1 and q_NHD.element_size() == 2
     if in_pairs:
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
@@ -409,14 +440,13 @@ def decode(
         shape = (num_entries, num_heads, c.max_splits)
         partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
-    _decode[(programs, num_kv_heads, num_entries)](
+    _decode[(programs, num_tiles, num_entries)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_NHD, partial, lse,
         rows_N, kv_lens_N, block_table_RM, sinks,
         params.scale * LOG2_E, params.v_scale, window, q_NHD.stride(0), k_cache_BKSD.stride(0),
         0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
-        K=num_kv_heads, G=num_heads // num_kv_heads, D=head_size, S=block_size,
-        BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_D=block_d,
-        TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits,
+        K=num_kv_heads, G=group, D=head_size, S=block_size, BLOCK_G=block_g, BLOCK_D=block_d,
+        TILE=c.tile, W=min(c.num_warps, c.tile // 16), MIN_SPAN=c.min_span, SPLITS=c.max_splits,
         DIRECT=programs == 1, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
         HAS_SCALES=scales is not None, ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),

@@ -7,7 +7,7 @@ Legend: T tokens, I inputs, O outputs, F features.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,7 +19,6 @@ from penstock.kernels.device import num_places
 from penstock.kernels.gemm.few import MAX_TOKENS, MIN_TILES_TOKENS
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-_ROWS = 64  # outputs of a program
 _MIN_BYTES = 8 << 20  # of a smaller matrix the library's product takes as long
 
 
@@ -27,46 +26,53 @@ _MIN_BYTES = 8 << 20  # of a smaller matrix the library's product takes as long
 class TilesConfig:
     """Launch shape."""
 
-    outputs: int = _ROWS  # of a program
+    outputs: int = 64  # of a program; 0: the library's product is quicker
     row_bytes: int = 256  # of a row of the matrix read at once
     num_warps: int = 4
-    num_stages: int = 5
+    num_stages: int = 6
+
+
+LIBRARY = TilesConfig(outputs=0)
 
 
 def is_quicker(num_tokens: int, weight_OI: Tensor) -> bool:
-    """Than the other products there are, by what was measured on an H200 (docs/performance.md).
-
-    Programs must fill the device once, or many times; half of it is enough where inputs are few.
-    """
-    (num_outputs, num_inputs), places = weight_OI.shape, num_places()
+    """Than the other products there are."""
     if not MIN_TILES_TOKENS <= num_tokens <= MAX_TOKENS or weight_OI.nbytes < _MIN_BYTES:
         return False
-    num_programs = num_outputs // _ROWS
-    if num_programs >= 8 * places:
-        return True
-    if num_inputs % (2 * _ROWS) or num_programs > places:
-        return False
-    is_half = num_programs >= places * 0.48 and num_inputs <= num_outputs and num_tokens <= 32
-    return is_half or num_programs >= places * 0.84
+    config = tiles_config(*weight_OI.shape, weight_OI.element_size(), num_tokens, is_gated=False)
+    return config != LIBRARY
 
 
 @functools.cache
 def tiles_config(
     num_outputs: int, num_inputs: int, element_bytes: int, num_tokens: int, is_gated: bool
 ) -> TilesConfig:
-    """Where nothing was measured, what is best of 22 on an H200 for a Llama-8B layer, 32 tokens."""
-    num_programs = num_outputs // (128 if is_gated else 64)
-    usual = TilesConfig(outputs=64 if num_programs >= 64 else 32 if num_programs >= 32 else 16)
-    if is_gated:
-        usual = replace(usual, row_bytes=128 if element_bytes == 1 else 256, num_stages=3)
+    tokens = max(16, triton.next_power_of_2(num_tokens))
     return tuned.best(
         "tiles",
-        usual,
+        _usual(num_outputs, num_inputs, tokens, is_gated),
         outputs=num_outputs,
         inputs=num_inputs,
         bits=8 * element_bytes,
-        tokens=max(16, triton.next_power_of_2(num_tokens)),
+        tokens=tokens,
     )
+
+
+def _usual(num_outputs: int, num_inputs: int, num_tokens: int, is_gated: bool) -> TilesConfig:
+    """Where nothing was measured, what is best on an H200 for most products of four models.
+
+    Programs of 64 outputs must fill the device once, with much on the way, or many times, when few
+    bytes each are enough; half of it will do where inputs are few.
+    """
+    num_programs, places = num_outputs // 64, num_places()
+    if is_gated:
+        outputs = next(n for n in (64, 32, 16) if num_outputs >= 64 * 2 * n or n == 16)
+        return TilesConfig(outputs=outputs, num_stages=4)
+    if num_programs >= 8 * places:
+        return TilesConfig(outputs=128, num_stages=4)
+    is_half = num_programs >= places * 0.48 and num_inputs <= num_outputs and num_tokens <= 32
+    is_once = num_programs >= places * 0.84 or is_half
+    return TilesConfig() if is_once and num_programs <= places else LIBRARY
 
 
 @triton.jit

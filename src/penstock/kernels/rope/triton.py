@@ -64,8 +64,8 @@ def _rope_kv_write(
     HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (token, group of heads): the query's groups first, then the key's."""
-    let_next_start(PDL)
     wait_for_previous(PDL)
+    let_next_start(PDL)  # not before: attention's programs would crowd where the product has ended
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     position = tl.load(positions_ptr + token)
