@@ -60,6 +60,7 @@ PLAIN = dict(dtype="float32", max_num_tokens=2048, disable_overlap_scheduler=Tru
 TIGHT = dict(
     dtype="float32", max_num_tokens=24, max_batch_size=16, disable_overlap_scheduler=False,
     kv_cache_config={"max_tokens": 256, "tokens_per_block": 16},
+    scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"},
 )  # fmt: skip
 
 

@@ -207,7 +207,10 @@ def test_the_next_turn_of_a_chat_finds_the_turn_before(thinks):
 def test_a_sequence_that_was_preempted_goes_on_from_a_copy(folder, truth):
     texts = prompts(500, [40, 41, 42, 43])
     kv = {"tokens_per_block": 16, "max_tokens": 160, "mamba_state_cache_interval": 16}
-    engine = LocalEngine(folder, **ENGINE, max_num_tokens=24, kv_cache_config=kv)
+    packed = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    engine = LocalEngine(
+        folder, **ENGINE, max_num_tokens=24, kv_cache_config=kv, scheduler_config=packed
+    )
     assert engine.generate(texts, NUM_TOKENS) == [greedy(truth, text) for text in texts]
     assert engine.counters.preemptions > 0
     states = engine.engine.scheduler._kvs[0].groups[1].pool

@@ -6,12 +6,12 @@ from penstock.config.run import CapacityPolicy, QueuePolicy
 
 class SchedulerConfig(StrictModel):
     capacity_scheduler_policy: CapacityPolicy = setting(
-        CapacityPolicy.MAX_UTILIZATION,
-        "MAX_UTILIZATION starts a request when its prompt fits and recomputes the youngest one "
-        "when the cache runs out. GUARANTEED_NO_EVICT starts it only when prompt and all of its "
-        "output fit, so nothing is ever recomputed. The first is the default because a request "
-        "without max_tokens may fill the whole context: reserving that for each would let only a "
-        "few run at a time.",
+        CapacityPolicy.EXPECTED_OUTPUT,
+        "EXPECTED_OUTPUT starts a request when the cache will do for it and all that run, if "
+        "answers become as long as recent ones; if it runs out all the same, the youngest one is "
+        "recomputed. MAX_UTILIZATION starts it when its prompt fits. GUARANTEED_NO_EVICT starts it "
+        "only when prompt and all of its output fit, so nothing is ever recomputed; of requests "
+        "without max_tokens, which may fill the whole context, only a few then run at a time.",
         strict=False,
     )
     waiting_queue_policy: QueuePolicy = setting(

@@ -7,6 +7,7 @@ from enum import StrEnum
 class CapacityPolicy(StrEnum):
     """How much cache a sequence must find before it starts."""
 
+    EXPECTED_OUTPUT = "EXPECTED_OUTPUT"  # room for what it and the others will probably write
     MAX_UTILIZATION = "MAX_UTILIZATION"  # room for its prompt; recompute when blocks run out
     GUARANTEED_NO_EVICT = "GUARANTEED_NO_EVICT"  # room for its prompt and all of its output
 

@@ -13,7 +13,7 @@ from penstock.core.deltas import logprob_tuple
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
 from penstock.core.plan import Draft, Entry
-from penstock.core.policy import WaitingQueue, may_start, most_tokens
+from penstock.core.policy import OutputLengths, WaitingQueue, may_start, most_tokens
 from penstock.core.sequence import Sequence, State
 from penstock.core.stop import finish_reason
 from penstock.types.outputs import TokenDelta, TokenLogprob
@@ -43,6 +43,7 @@ class Scheduler:
         self._overshoot = (tokens_per_decode - 1) * self._max_in_flight
         self._gates: list[Gate] = []
         self._waiting = WaitingQueue()
+        self._lengths = OutputLengths()
         self._running: list[Sequence] = []  # in order of importance
         self._by_id: dict[int, Sequence] = {}
         self._free_rows = [list(range(config.max_batch_size))[::-1] for _ in kvs]
@@ -215,7 +216,8 @@ class Scheduler:
         if not self._chunk_size(draft, rank, match.num_tokens, seq.num_tokens - match.num_tokens):
             return False
         peers = [s for s in self._running if s.rank == rank]
-        if not may_start(self._config.capacity_policy, kv, seq, match, peers, self._overshoot):
+        policy = self._config.capacity_policy
+        if not may_start(policy, kv, seq, match, peers, self._lengths, self._overshoot):
             return False
         holder, copies = kv.open(match, seq.num_tokens)
         self._waiting.remove(seq)
@@ -285,6 +287,7 @@ class Scheduler:
         delta = self._report(seq, prompt_logprobs, reason)
         if reason is not None:
             self._counters.finished += 1
+            self._lengths.add(seq.num_output)
             self._close(seq, reason)
         return delta
 

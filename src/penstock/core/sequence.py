@@ -39,6 +39,7 @@ class Sequence:
         self.rank = 0
         self.row = -1
         self.holder: Holder | None = None
+        self.num_shared = 0  # tokens taken over from the cache, maybe others' too
         self.num_prefill = 0  # tokens this life must compute or take over before it decodes
         self.num_planned = 0  # of these, how many have been planned
         self.num_pending = 0  # planned steps in flight that will each bring at least one token
@@ -80,7 +81,7 @@ class Sequence:
         self._move(State.RUNNING)
         self.rank, self.row, self.holder = rank, row, holder
         self.num_prefill = self.num_tokens
-        self.num_planned = num_cached
+        self.num_shared = self.num_planned = num_cached
 
     def preempt(self) -> None:
         """Back to waiting; it will compute its text again and results in flight are void."""

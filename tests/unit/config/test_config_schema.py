@@ -78,8 +78,8 @@ MALFORMED = [
     ),
     (
         {"scheduler_config": {"capacity_scheduler_policy": "MAX"}},
-        "scheduler_config.capacity_scheduler_policy is 'MAX', it must be 'MAX_UTILIZATION' or "
-        "'GUARANTEED_NO_EVICT'",
+        "scheduler_config.capacity_scheduler_policy is 'MAX', it must be 'EXPECTED_OUTPUT', "
+        "'MAX_UTILIZATION' or 'GUARANTEED_NO_EVICT'",
     ),
     ({"max_batchsize": 4}, "unknown field 'max_batchsize'; did you mean 'max_batch_size'?"),
     ({"zzz": 4}, "unknown field 'zzz'"),
@@ -150,7 +150,7 @@ def test_defaults_are_the_documented_ones():
     config = EngineConfig()
     assert config.model == DEFAULT_MODEL
     assert config.enable_chunked_prefill is True
-    assert config.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION"
+    assert config.scheduler_config.capacity_scheduler_policy == "EXPECTED_OUTPUT"
     assert config.cuda_graph_config is not None and config.cuda_graph_config.enable_padding
     assert config.kv_cache_config.free_gpu_memory_fraction == 0.9
     assert (config.host, config.port) == ("localhost", 8000)

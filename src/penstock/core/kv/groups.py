@@ -4,6 +4,7 @@
 of the whole text. They share a protocol: the manager asks all groups, the scheduler knows none.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,6 +54,10 @@ class CacheGroup(Protocol):
 
     def most_blocks(self, num_tokens: int) -> int:
         """Blocks set aside for a text that grows to `num_tokens`; 0: they are never scarce."""
+
+    @property
+    def num_free_tokens(self) -> int:
+        """By which texts can grow now, all together."""
 
     def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
         """A table that holds the match, and the (source, destination) blocks to copy for it."""
@@ -118,6 +123,10 @@ class FullGroup:
 
     def most_blocks(self, num_tokens: int) -> int:
         return num_blocks(num_tokens, self.block_size)
+
+    @property
+    def num_free_tokens(self) -> int:
+        return self.pool.num_available * self.block_size
 
     def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
         for block in match.shared:
@@ -223,6 +232,10 @@ class WindowGroup(FullGroup):
     def most_blocks(self, num_tokens: int) -> int:
         return 0
 
+    @property
+    def num_free_tokens(self) -> int:
+        return sys.maxsize
+
     def reserve(self, table: GroupTable, num_tokens: int) -> None:
         pass
 
@@ -290,6 +303,10 @@ class StateGroup:
 
     def most_blocks(self, num_tokens: int) -> int:
         return 1
+
+    @property
+    def num_free_tokens(self) -> int:
+        return sys.maxsize
 
     def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
         if match.copy_from is not None:

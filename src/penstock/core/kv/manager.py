@@ -138,6 +138,11 @@ class KVManager:
         )
 
     @property
+    def num_free_tokens(self) -> int:
+        """By which texts can grow now, all together."""
+        return min(group.num_free_tokens for group in self.groups)
+
+    @property
     def num_usable(self) -> int:
         return sum(group.pool.num_usable for group in self.groups)
 
