@@ -304,12 +304,13 @@ def _decode(
     log2-sum-exp.
     """
     let_next_start(PDL)
-    wait_for_previous(PDL)
     PARTS: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
     kv_head = tl.program_id(1) // PARTS
     entry = tl.program_id(2).to(tl.int64)
+    # Of the step, not of the layer: written before any kernel that lets others start early.
     kv_len = tl.load(kv_lens_ptr + entry)
     row = tl.load(rows_ptr + entry).to(tl.int64)
+    wait_for_previous(PDL)
     seen_from = tl.maximum(0, kv_len - window)
     first = seen_from // TILE * TILE
 
@@ -366,10 +367,10 @@ def reduce_splits(
     Program (h, n, i) has the i-th BLOCK_D channels.
     """
     let_next_start(PDL)
-    wait_for_previous(PDL)
     head = tl.program_id(0)
     entry = tl.program_id(1).to(tl.int64)
-    kv_len = tl.load(kv_lens_ptr + entry)
+    kv_len = tl.load(kv_lens_ptr + entry)  # of the step, as above
+    wait_for_previous(PDL)
     num_keys = kv_len - tl.maximum(0, kv_len - window) // TILE * TILE
     num_splits = tl.cdiv(num_keys, span(num_keys, SPLITS, MIN_SPAN, TILE))
 
