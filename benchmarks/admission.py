@@ -1,0 +1,161 @@
+"""Which requests start when the cache is short: policies of the scheduler compared, on no GPU.
+
+    python benchmarks/admission.py [--row 70b-fp8-kv8] [--share 0.93] [--loads burst chat ...]
+
+The real scheduler plans; a step takes what the floors of the row say, divided by the share of them
+that is reached. Loads: `burst` is the table's 256 requests at once; `chat` 1500 at once whose
+answers have 400 tokens in the mean and no limit; `arriving` 1200 over 2.4 minutes, 600 and 4096;
+`mixed` 600 whose answers have 200 or 3500 tokens; `long` 400 of 4000 tokens, limited to 8192.
+"""
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+
+import numpy as np
+from floors import floors_of
+from shapes import ROWS
+
+from penstock.config.run import CapacityPolicy, RunConfig
+from penstock.core.kv.groups import FullGroup
+from penstock.core.kv.manager import KVManager
+from penstock.core.scheduler import Scheduler
+from penstock.types.request import Request
+from penstock.types.sampling import SamplingParams
+from penstock.types.stats import EngineCounters
+from penstock.types.step import FROM_DEVICE, StepResult
+
+BLOCK_SIZE = 32
+END, OTHER = 7, 5  # token ids: an answer ends with the first
+HOST_S = 0.0025  # of a step, what is neither products nor cache
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Job:
+    arrives_s: float
+    num_in: int
+    max_tokens: int
+    num_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    tok_s: float
+    num_preempted: int
+    most_running: int
+    ttft_s: list[float]
+
+
+def burst(rng: random.Random) -> list[Job]:
+    return [Job(0.0, 1024, 1024, 1024) for _ in range(256)]
+
+
+def chat(rng: random.Random) -> list[Job]:
+    return [Job(0.0, rng.randint(100, 2000), 16384, drawn(rng, 400, 16384)) for _ in range(1500)]
+
+
+def arriving(rng: random.Random) -> list[Job]:
+    return [Job(0.12 * i, rng.randint(100, 2000), 4096, drawn(rng, 600, 4096)) for i in range(1200)]
+
+
+def mixed(rng: random.Random) -> list[Job]:
+    return [Job(0.0, 1024, 4096, rng.choice([200, 3500])) for _ in range(600)]
+
+
+def long(rng: random.Random) -> list[Job]:
+    return [Job(0.0, 500, 8192, 4000) for _ in range(400)]
+
+
+LOADS: dict[str, Callable[[random.Random], list[Job]]] = {
+    load.__name__: load for load in (burst, chat, arriving, mixed, long)
+}
+
+
+def drawn(rng: random.Random, mean: float, most: int) -> int:
+    return min(most, 1 + int(rng.expovariate(1 / mean)))
+
+
+def run_config(policy: CapacityPolicy, max_batch_size: int, max_num_tokens: int) -> RunConfig:
+    """Of the engine's settings the scheduler looks at these; the others stand for nothing."""
+    return RunConfig(
+        max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=1 << 20,
+        chunked_prefill=True, capacity_policy=policy, depth=1, tokens_per_block=BLOCK_SIZE,
+        block_reuse=False, partial_reuse=False, model="", model_path="", load_format="dummy",
+        dtype="bfloat16", device="cuda", num_threads=1, tp_size=1, max_queued=1 << 20,
+        kv_dtype="fp8", kv_max_tokens=None, kv_memory_fraction=0.9, kv_cpu_bytes=0,
+        attention_backend="triton", graph_batch_sizes=(), graph_padding=True, seed=0,
+    )  # fmt: skip
+
+
+def simulate(row_name: str, share: float, policy: CapacityPolicy, jobs: Sequence[Job]) -> Figures:
+    row = ROWS[row_name]
+    floors = floors_of(row)
+    assert row.max_running is not None, f"{row_name}: its cache holds everything"
+    num_blocks = row.max_running * 2048 // BLOCK_SIZE
+    counters = EngineCounters()
+    config = run_config(policy, row.settings["max_batch_size"], row.settings["max_num_tokens"])
+    kv = KVManager([FullGroup(num_blocks + 1, BLOCK_SIZE, reuse=False, partial_reuse=False)])
+    scheduler = Scheduler(config, [kv], counters)
+    waiting = sorted(enumerate(jobs), key=lambda one: one[1].arrives_s)[::-1]
+    now, most_running = 0.0, 0
+    first_s: dict[int, float] = {}
+    while waiting or scheduler.has_work:
+        while waiting and waiting[-1][1].arrives_s <= now:
+            number, job = waiting.pop()
+            scheduler.add(
+                Request(
+                    id=number, prompt_ids=(1,) * job.num_in, sampling=SamplingParams(),
+                    max_tokens=job.max_tokens, stop_ids=(END,),
+                )
+            )  # fmt: skip
+        plan = scheduler.plan()
+        if plan is None:
+            now = waiting[-1][1].arrives_s
+            continue
+        _, entries = scheduler._in_flight[-1]
+        num_tokens = sum(entry.num_tokens for entry in entries)
+        keys = sum(entry.seq.num_tokens for entry in entries if entry.start == FROM_DEVICE)
+        now += floors.decode_step_s(num_tokens, keys / num_tokens) / share + HOST_S
+        ids = np.full((len(entries), 1), OTHER, np.int32)
+        numbers = np.array([bool(entry.num_logit_rows) for entry in entries], np.int32)
+        for i, entry in enumerate(entries):
+            if entry.seq.num_output + 1 >= jobs[entry.seq.id].num_out:
+                ids[i] = END
+        for delta in scheduler.commit(
+            StepResult(
+                step_id=plan.step_id, token_ids=ids, num_accepted=numbers,
+                logprobs={}, prompt_logprobs={},
+            )
+        ):  # fmt: skip
+            first_s.setdefault(delta.request_id, now - jobs[delta.request_id].arrives_s)
+        most_running = max(most_running, counters.running)
+    num_out = sum(job.num_out for job in jobs)
+    return Figures(num_out / now, counters.preemptions, most_running, list(first_s.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--row", default="70b-fp8-kv8")
+    parser.add_argument("--share", type=float, default=0.93, help="of the floors")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--policies", nargs="+", type=CapacityPolicy, default=list(CapacityPolicy))
+    args = parser.parse_args()
+    print(f"{'load':9} {'policy':20} {'tok/s':>6} {'preempted':>9} {'running':>8}  TTFT p50, p99 s")
+    for name in args.loads:
+        jobs = LOADS[name](random.Random(1))
+        for policy in args.policies:
+            found = simulate(args.row, args.share, policy, jobs)
+            cuts = quantiles(found.ttft_s, n=100)
+            print(
+                f"{name:9} {policy:20} {found.tok_s:6.0f} {found.num_preempted:9} "
+                f"{found.most_running:8}  {cuts[49]:8.1f} {cuts[98]:8.1f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
