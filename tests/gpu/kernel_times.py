@@ -43,13 +43,11 @@ NUM_WORKERS = 8
 
 DECODE_CONFIGS = [
     *(decode_config(HEADS, KV_HEADS, HEAD_SIZE, 2, load) for load in Load),
-    DecodeConfig(),
-    DecodeConfig(num_stages=5),
-    DecodeConfig(tile=32),
-    DecodeConfig(tile=128, num_stages=3),
-    DecodeConfig(num_warps=2),
-    DecodeConfig(programs=1024),
-    DecodeConfig(min_span=256),
+    DecodeConfig(num_warps=1, tile=32, max_splits=32),
+    DecodeConfig(num_warps=1, tile=32, min_span=64),
+    DecodeConfig(num_stages=7, min_span=16384, max_splits=8),
+    DecodeConfig(num_stages=3, min_span=16384, max_splits=8),
+    DecodeConfig(num_warps=4, tile=64, min_span=16384, max_splits=8),
 ]
 PREFILL_CONFIGS = [
     None,  # what `prefill` takes by itself, maybe another kernel

@@ -100,6 +100,7 @@ def compile_attention(device: torch.device) -> None:
         decodes(1, 700, num_heads=8),
         decodes(90, head_size=80, window=40),
         decodes(*[40] * 300, head_size=128, num_heads=16),
+        decodes(*[40] * 300, 17000, head_size=128, num_heads=16),  # a long one among many
         decodes(*[40] * 8, head_size=128, num_heads=16, num_kv_heads=16),
         decodes(1, 700, head_size=256, num_heads=40, block_size=64),
         prefills((50, 90), head_size=128, num_heads=8),

@@ -1051,6 +1051,7 @@ def gpu_attention_cases() -> Iterator[AttentionCase]:
         yield AttentionCase(((1, 33), (1, 1000), (1, 64), (70, 70), (130, 400)), 3, **shape)
         if i % 3 == 0:
             yield AttentionCase(((1, 33), (1, 1000), (70, 70), (130, 400)), 2, **shape, fp8=True)
+            yield decodes(40, 20000, 17000, 3, **shape)  # long ones among others
         if i % 2 == 0:
             windowed = {**shape, "window": (16, 100, 128)[i % 3]}
             yield decodes(*edges, 700, 3000, **windowed)

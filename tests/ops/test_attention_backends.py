@@ -79,6 +79,22 @@ def test_a_long_sequence_has_more_splits_than_are_added_up_at_once(device: torch
     _check("triton", case, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
 
 
+@pytest.mark.parametrize("load", triton_decode.Load)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_among_many_sequences_a_long_one_is_split(
+    load: triton_decode.Load, sinks: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is short beside it is not: its only program writes the result."""
+    monkeypatch.setattr(triton_decode, "load_of", lambda num_programs, longest: load)
+    monkeypatch.setattr(triton_decode, "_LONG", 128)
+    triton_decode.decode_config.cache_clear()
+    case = decodes(1, 128, 129, 700, 60, num_heads=2, num_kv_heads=1, sinks=sinks)
+    try:
+        _check("triton", case, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+    finally:
+        triton_decode.decode_config.cache_clear()
+
+
 @pytest.mark.parametrize(("num_queries", "kv_len"), [(7, 7), (3, 11), (1, 5)])
 def test_reference_is_torch_attention_with_the_queries_last(num_queries: int, kv_len: int) -> None:
     torch.manual_seed(0)

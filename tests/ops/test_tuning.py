@@ -241,7 +241,7 @@ def search_with(monkeypatch, op, time_of, num=3):
     subject = tuning.subjects(TINY, [op])[0]
     tried = tuning.candidates(subject)[:num]
     monkeypatch.setattr(tuning, "_L2_BYTES", 1)
-    monkeypatch.setattr(tuning, "_MAX_KV_LEN", 256)
+    monkeypatch.setattr(tuning, "_MAX_KV_LEN", 512)
     monkeypatch.setattr(tuning, "_DECODE_CASES", {load: ((0.0, 64), (0.03, 96)) for load in Load})
     monkeypatch.setattr(tuning, "_PREFILL_CASES", ((1, 64),))
     monkeypatch.setattr(tuning, "graph_us", lambda launches: time_of(launches[0].args[0]))

@@ -216,7 +216,6 @@ def candidates(subject: Subject) -> list[Config]:
             ]
             tried += [replace(now, min_span=min_span) for min_span in (16, 64, 128)]
             tried += [replace(now, max_splits=max_splits) for max_splits in (32, 128)]
-            tried += [replace(now, programs=programs) for programs in (1, 1024)]
         case PrefillConfig():
             tried += [
                 PrefillConfig(rows, tile, num_warps, num_stages)

@@ -285,7 +285,8 @@ def mla_decode_triton(
         reduce_splits[(num_heads, num_entries, triton.cdiv(size, block))](
             partial, lse, out_NHC, kv_lens_N, kv_lens_N, NO_WINDOW,
             H=num_heads, D=size, BLOCK_D=block, TILE=c.tile, MIN_SPAN=c.min_span,
-            SPLITS=c.max_splits, HAS_SINKS=False, num_warps=4, **launch_options(q_NHC),
+            SPLITS=c.max_splits, HAS_SINKS=False, IS_ONE_DONE=False, num_warps=4,
+            **launch_options(q_NHC),
         )  # fmt: skip
     return out_NHC
 

@@ -7,10 +7,10 @@ added up. Nothing on the host depends on device values, so a captured launch sta
 sequences grow.
 
 Where few sequences leave multiprocessors idle, keys are split over programs. How depends on the
-sequence's own length alone (`span`), never on its neighbours. How many programs share those spans
-depends on the number of sequences, which changes nothing in the arithmetic. Where one program per
-(sequence, kv head) does for the device it walks all keys in one span and saves the second launch,
-so the last bits may differ on the two sides of such a batch size.
+sequence's own length alone (`span`), never on its neighbours. Where one program per (sequence, kv
+head) does for the device only long sequences are split, for which all others would wait; where
+there can be none the second launch is saved. So the last bits may differ on the two sides of such a
+batch size.
 
 A cache of 8-bit numbers is read as pairs of channels: tensor cores take 16-bit elements from shared
 memory in any direction, 8-bit ones only in one. The channels with even and with odd numbers then go
@@ -46,17 +46,17 @@ _REDUCED = tl.constexpr(32)  # splits added up at once
 # H200, 8 kv heads: from 8 sequences on, from 14, from 21
 _SOME_SHORT_WAVES, _SOME_WAVES, _MANY_WAVES = 0.4, 0.84, 1.25
 _SHORT = 4096  # keys that one program can walk while the others do
+_LONG = 16384  # more keys are split whatever the number of sequences
 _VERY_SHORT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch shape. `programs` touches the arithmetic only where it is 1."""
+    """Launch shape."""
 
     tile: int = 64  # keys read at once, 16 or more for each warp
     min_span: int = 32  # keys a split has at least
     max_splits: int = 64
-    programs: int = 2048  # that share the splits; 1: nothing is split
     num_warps: int = 2
     num_stages: int = 5  # of 5 the table's blocks take two
 
@@ -96,7 +96,8 @@ def decode_config(
     num_warps = {Load.FEW: 1, Load.SOME: 4, Load.MANY: 2}[load]
     usual = DecodeConfig(
         tile=num_warps * keys_each,
-        programs=2048 if load is Load.FEW else 1,
+        min_span=32 if load is Load.FEW else _LONG,
+        max_splits=64 if load is Load.FEW else 8,
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -288,6 +289,14 @@ def _attend(
 
 
 @triton.jit
+def _store(to, inside, m, total, acc, sink_ptr, is_head, HAS_SINKS: tl.constexpr):
+    """What a sequence's only program found."""
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sink_ptr, mask=is_head, other=0.0) * _LOG2_E - m)
+    tl.store(to, (acc / total[:, None]).to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _decode(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr,
     kv_lens_ptr, table_ptr, sinks_ptr,
@@ -297,16 +306,16 @@ def _decode(
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
     IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, k, n) of P takes splits p, p + P, ... of sequence n and kv head k / PARTS, of
-    whose query heads it has BLOCK_G.
+    """Program (k, n, p) takes the p-th split of sequence n and kv head k / PARTS, of whose query
+    heads it has BLOCK_G.
 
-    DIRECT: P is 1, writes out[n] itself, sinks included. Else partial[n, h, split] and its
-    log2-sum-exp.
+    Where there is only one it is written to out[n], sinks included, else to partial[n, h, p], with
+    its log2-sum-exp. DIRECT: there is only one of every sequence.
     """
     let_next_start(PDL)
     PARTS: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
-    kv_head = tl.program_id(1) // PARTS
-    entry = tl.program_id(2).to(tl.int64)
+    kv_head = tl.program_id(0) // PARTS
+    entry = tl.program_id(1).to(tl.int64)
     # Of the step, not of the layer: written before any kernel that lets others start early.
     kv_len = tl.load(kv_lens_ptr + entry)
     row = tl.load(rows_ptr + entry).to(tl.int64)
@@ -314,7 +323,7 @@ def _decode(
     seen_from = tl.maximum(0, kv_len - window)
     first = seen_from // TILE * TILE
 
-    g = tl.program_id(1) % PARTS * BLOCK_G + tl.arange(0, BLOCK_G)
+    g = tl.program_id(0) % PARTS * BLOCK_G + tl.arange(0, BLOCK_G)
     heads = (kv_head * G + g)[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
     inside = (g < G)[:, None] & (cols < D)
@@ -327,21 +336,20 @@ def _decode(
         v_scales_ptr += kv_head * S
     table_ptr += row * stride_table
 
+    to = out_ptr + (entry * (K * G) + heads) * D + cols
+    sink_ptr = sinks_ptr + kv_head * G + g
     if DIRECT:
         m, total, acc = _attend(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, kv_len, seen_from,
             scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS, HAS_SCALES,
             ON_GPU,
         )  # fmt: skip
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + kv_head * G + g, mask=g < G, other=0.0)
-            total += tl.exp2(sink * _LOG2_E - m)
-        out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (entry * (K * G) + heads) * D + cols, out, mask=inside)
+        _store(to, inside, m, total, acc * v_scale, sink_ptr, g < G, HAS_SINKS)
     else:
         keys_each = span(kv_len - first, SPLITS, MIN_SPAN, TILE)
         num_splits = tl.cdiv(kv_len - first, keys_each)
-        for split in range(tl.program_id(0), num_splits, tl.num_programs(0)):
+        split = tl.program_id(2)
+        if split < num_splits:
             start = first + split * keys_each
             m, total, acc = _attend(
                 q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start,
@@ -349,22 +357,25 @@ def _decode(
                 scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
                 HAS_SCALES, ON_GPU,
             )  # fmt: skip
-            at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
-            tl.store(
-                partial_ptr + at[:, None] * D + cols, acc / total[:, None] * v_scale, mask=inside
-            )
-            tl.store(lse_ptr + at, m + tl.log2(total), mask=g < G)
+            if num_splits == 1:
+                _store(to, inside, m, total, acc * v_scale, sink_ptr, g < G, HAS_SINKS)
+            else:
+                at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
+                out = acc / total[:, None] * v_scale
+                tl.store(partial_ptr + at[:, None] * D + cols, out, mask=inside)
+                tl.store(lse_ptr + at, m + tl.log2(total), mask=g < G)
 
 
 @triton.jit
 def reduce_splits(
     partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, sinks_ptr, window,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_ONE_DONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[n, h] = sum over splits of partial * 2^lse / (sum over splits of 2^lse + e^sink).
 
-    Program (h, n, i) has the i-th BLOCK_D channels.
+    Program (h, n, i) has the i-th BLOCK_D channels. IS_ONE_DONE: what has one split is there.
     """
     let_next_start(PDL)
     head = tl.program_id(0)
@@ -373,6 +384,8 @@ def reduce_splits(
     wait_for_previous(PDL)
     num_keys = kv_len - tl.maximum(0, kv_len - window) // TILE * TILE
     num_splits = tl.cdiv(num_keys, span(num_keys, SPLITS, MIN_SPAN, TILE))
+    if IS_ONE_DONE and num_splits == 1:
+        return
 
     cols = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     largest, total = -float("inf"), 0.0
@@ -427,8 +440,8 @@ def decode(
         num_heads, num_kv_heads, head_size, k_cache_BKSD.element_size(),
         load_of(num_entries * num_tiles, longest),
     )  # fmt: skip
-    max_splits = min(c.max_splits, triton.cdiv(max_kv_len + c.tile, c.min_span))
-    programs = min(max_splits, max(1, c.programs // (num_entries * num_tiles)))
+    is_direct = longest <= c.min_span
+    num_splits = min(c.max_splits, triton.cdiv(max_kv_len + c.tile, c.min_span))
     in_pairs = k_cache_BKSD.element_size() == 1 and q_NHD.element_size() == 2
     if in_pairs:
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
@@ -436,26 +449,26 @@ def decode(
     sinks = kv_lens_N if sinks_H is None else sinks_H  # not touched where there are none
     k_scales_BKS, v_scales_BKS = scales or (None, None)
     block_d = triton.next_power_of_2(head_size)
-    partial, lse = out_NHD, out_NHD  # not touched by a single program
-    if programs > 1:
+    partial, lse = out_NHD, out_NHD  # not touched where nothing is split
+    if not is_direct:
         shape = (num_entries, num_heads, c.max_splits)
         partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
-    _decode[(programs, num_tiles, num_entries)](
+    _decode[(num_tiles, num_entries, 1 if is_direct else num_splits)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_NHD, partial, lse,
         rows_N, kv_lens_N, block_table_RM, sinks,
         params.scale * LOG2_E, params.v_scale, window, q_NHD.stride(0), k_cache_BKSD.stride(0),
         0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size, BLOCK_G=block_g, BLOCK_D=block_d,
         TILE=c.tile, W=min(c.num_warps, c.tile // 16), MIN_SPAN=c.min_span, SPLITS=c.max_splits,
-        DIRECT=programs == 1, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
+        DIRECT=is_direct, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
         HAS_SCALES=scales is not None, ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
-    if programs > 1:
+    if not is_direct and num_splits > 1:
         reduce_splits[(num_heads, num_entries, 1)](
             partial, lse, out_NHD, kv_lens_N, sinks, window,
             H=num_heads, D=head_size, BLOCK_D=block_d, TILE=c.tile, MIN_SPAN=c.min_span,
-            SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None, num_warps=4,
+            SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None, IS_ONE_DONE=True, num_warps=4,
             **launch_options(q_NHD),
         )  # fmt: skip
