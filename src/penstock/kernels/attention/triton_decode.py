@@ -40,14 +40,14 @@ _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
 NO_WINDOW = 1 << 30
 _LOWEST = tl.constexpr(-1.0e30)  # the maximum of no keys; finite: less itself it is 0
 _MAX_G = 16  # heads of a tile; more would not fit into a warp's registers
-_FEW_SPLITS = tl.constexpr(32)
-_LONG_SPAN = tl.constexpr(128)
+_FEW_SPLITS = tl.constexpr(32)  # while each has no more keys than
+_USUAL_SPAN = tl.constexpr(128)
 _REDUCED = tl.constexpr(32)  # splits added up at once
 # H200, 8 kv heads: from 8 sequences on, from 14, from 21
 _SOME_SHORT_WAVES, _SOME_WAVES, _MANY_WAVES = 0.4, 0.84, 1.25
-_SHORT = 4096  # keys that one program can walk while the others do
-_LONG = 16384  # more keys are split whatever the number of sequences
-_VERY_SHORT = 256
+_VERY_SHORT = 256  # keys: not worth a second launch
+_SHORT = 4096  # that one program can walk while the others do
+_LONG = 16384  # more are split whatever the number of sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def decode_config(
 @triton.jit
 def span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
     """Keys per split, a multiple of TILE: a few splits while these are short, then more of them."""
-    keys = tl.minimum(tl.cdiv(num_keys, _FEW_SPLITS), _LONG_SPAN)
+    keys = tl.minimum(tl.cdiv(num_keys, _FEW_SPLITS), _USUAL_SPAN)
     keys = tl.maximum(tl.maximum(keys, tl.cdiv(num_keys, SPLITS)), MIN_SPAN)
     return tl.cdiv(keys, TILE) * TILE
 
