@@ -1,6 +1,7 @@
 """Tuned launch shapes: where they come from, that every file is usable, how the best is found."""
 
 import dataclasses
+import itertools
 import json
 import sys
 from importlib import resources
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from penstock.cli.main import main
 from penstock.errors import ConfigError
 from penstock.kernels import triton_cache, tuned, tuning
+from penstock.kernels.attention import triton_decode
 from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode_config, load_of
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill_config
 from penstock.kernels.device import probe
@@ -192,6 +195,18 @@ def test_a_file_that_cannot_be_used_is_named(on_gpu, text):
 )
 def test_the_load_of_decodes_follows_from_how_far_they_fill_a_gpu(num_sequences, longest, load):
     assert load_of(8 * num_sequences, longest) is load
+
+
+@pytest.mark.parametrize("kib", [99, 163, 227])
+def test_decodes_fit_into_the_shared_memory_of_any_gpu(monkeypatch, kib):
+    monkeypatch.setattr(triton_decode, "shared_bytes", lambda: kib << 10)
+    for load, head_size, num_bytes in itertools.product(Load, (64, 80, 128, 256), (1, 2)):
+        decode_config.cache_clear()
+        c = decode_config(32, 8, head_size, num_bytes, load)
+        row_bytes = 2 * triton.next_power_of_2(head_size) * num_bytes
+        assert c.tile * row_bytes * (c.num_stages // 2) < kib << 10
+        assert c.tile // c.num_warps >= 16
+    decode_config.cache_clear()
 
 
 def test_subjects_are_what_the_kernels_ask_for():

@@ -11,6 +11,7 @@ import torch
 from penstock.types.device import DeviceInfo
 
 _H200_SMS = 132
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}  # of others 99
 _OWN_GROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -39,6 +40,11 @@ def probe() -> DeviceInfo:
 def num_places() -> int:
     """Multiprocessors of this GPU; of an H200 where there is none to ask."""
     return probe().num_sms or _H200_SMS
+
+
+def shared_bytes() -> int:
+    """Shared memory that a program may have; that of an H200 where there is no GPU to ask."""
+    return _SHARED_KIB.get(probe().arch or 90, 99) << 10
 
 
 def _probe_cpu() -> DeviceInfo:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
-from penstock.kernels.device import num_places
+from penstock.kernels.device import num_places, shared_bytes
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 LOG2_E = 1.4426950408889634
@@ -45,6 +45,7 @@ _USUAL_SPAN = tl.constexpr(128)
 _REDUCED = tl.constexpr(32)  # splits added up at once
 # H200, 8 kv heads: from 8 sequences on, from 14, from 21
 _SOME_SHORT_WAVES, _SOME_WAVES, _MANY_WAVES = 0.4, 0.84, 1.25
+_TABLE_BYTES = 2048  # of shared memory, at most
 _VERY_SHORT = 256  # keys: not worth a second launch
 _SHORT = 4096  # that one program can walk while the others do
 _LONG = 16384  # more are split whatever the number of sequences
@@ -92,8 +93,13 @@ def decode_config(
     64 and 128 in 8 and 16 bits (docs/performance.md)."""
     is_small = head_size * _tile_heads(num_heads // num_kv_heads) <= 1024
     keys_each = 32 if is_small else 16  # of a warp, for its registers' sake
-    num_stages = 5 if head_size * cache_bytes <= 512 else 3  # for shared memory's
-    num_warps = {Load.FEW: 1, Load.SOME: 4, Load.MANY: 2}[load]
+    row_bytes = 2 * triton.next_power_of_2(head_size) * cache_bytes  # of a key and its value
+    most = {Load.FEW: 1, Load.SOME: 4, Load.MANY: 2}[load]
+    num_warps, num_stages = next(
+        (n, stages)
+        for n, stages in ((most, 5), (most, 3), (most // 2, 3), (1, 3))
+        if n and n * keys_each * row_bytes * (stages // 2) <= shared_bytes() - _TABLE_BYTES
+    )
     usual = DecodeConfig(
         tile=num_warps * keys_each,
         min_span=32 if load is Load.FEW else _LONG,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
-from penstock.kernels.device import num_places
+from penstock.kernels.device import num_places, shared_bytes
 from penstock.kernels.gemm.few import MAX_TOKENS, MIN_TILES_TOKENS
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -204,6 +204,8 @@ def tiles(
     element_bytes = weight_OI.element_size()
     c = config or tiles_config(*weight_OI.shape, element_bytes, num_tokens, is_gated)
     block_i = c.row_bytes // element_bytes
+    block_t = max(16, triton.next_power_of_2(num_tokens))
+    stage_bytes = c.row_bytes * (c.outputs * (2 if is_gated else 1) + block_t)
     out_dtype = dtype if out_scale_1 is None else torch.float8_e4m3fn
     out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype, device=x_TI.device)
     by_token, _, by_output = scale_strides(scale, weight_scale)
@@ -211,10 +213,11 @@ def tiles(
         x_TI, weight_OI, scale, weight_scale, bias_O, out_TO, out_scale_1,
         num_tokens, num_outputs, num_inputs, x_TI.stride(0), weight_OI.stride(0),
         by_token, by_output,
-        BLOCK_T=max(16, triton.next_power_of_2(num_tokens)), BLOCK_O=c.outputs, BLOCK_I=block_i,
+        BLOCK_T=block_t, BLOCK_O=c.outputs, BLOCK_I=block_i,
         HAS_SCALES=scale is not None, HAS_BIAS=bias_O is not None,
         IS_WHOLE=num_inputs % block_i == num_outputs % c.outputs == 0,
         IS_GATED=is_gated, PRODUCT=TRITON_DTYPES[dtype], ON_GPU=x_TI.is_cuda,
-        num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(x_TI),
+        num_warps=c.num_warps, num_stages=min(c.num_stages, shared_bytes() // stage_bytes),
+        **launch_options(x_TI),
     )  # fmt: skip
     return out_TO
