@@ -81,9 +81,9 @@ def may_start(
     # next preemption.
     if not kv.fits(match, seq.num_tokens, len(running), _SPARE_SHARE):
         return False
-    return policy is CapacityPolicy.MAX_UTILIZATION or _growth(
-        seq, match, running, lengths
-    ) <= kv.num_free_tokens * (1 - _SPARE_SHARE)
+    if policy is CapacityPolicy.MAX_UTILIZATION:
+        return True
+    return _growth(seq, match, running, lengths) <= kv.num_free_tokens * (1 - _SPARE_SHARE)
 
 
 def _growth(

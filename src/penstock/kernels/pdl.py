@@ -2,9 +2,9 @@
 
 Hopper and later. Every kernel launched with `launch_options` calls `wait_for_previous` before it
 reads what another kernel wrote or writes what another may still read; until then it may only touch
-weights. All of them must wait: a kernel that ended without waiting would tell its successor that
-everything before is finished. One that lets the next start only after its own wait lets it read
-what was finished by then.
+weights, and what was written before the first such kernel of the step. All of them must wait: a
+kernel that ended without waiting would tell its successor that everything before is finished. One
+that lets the next start only after its own wait lets it read what was finished by then.
 """
 
 from typing import Any

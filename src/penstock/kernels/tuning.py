@@ -145,7 +145,7 @@ def subjects(shape: Shape, ops: Sequence[str]) -> list[Subject]:
         for nth, (outputs, inputs, formats) in enumerate(matrices):
             for bits, tokens in itertools.product(formats, _TOKENS[op]):
                 is_gated = nth == 2
-                if outputs == 0 or inputs == 0 or (is_gated and tokens == 2):
+                if outputs == 0 or inputs == 0 or (is_gated and tokens == 2):  # those are tiles
                     continue
                 sizes = (("outputs", outputs), ("inputs", inputs))
                 dims = (*sizes, ("bits", bits), ("tokens", tokens))
@@ -234,10 +234,8 @@ def cases(subject: Subject, device: torch.device) -> Iterator[Case]:
     if subject.experts is not None:
         yield _experts_case(subject.experts, device, limits.get("read_tbps"))
     match subject.op:
-        case "gemv":
-            yield _gemv_case(d, subject.is_gated, device, limits.get("read_tbps"))
-        case "tiles":
-            yield _tiles_case(d, subject.is_gated, device, limits.get("read_tbps"))
+        case "gemv" | "tiles":
+            yield _product_case(subject, d["outputs"], device, limits.get("read_tbps"))
         case "decode":
             for num_waves, kv_len in _DECODE_CASES[Load(d["sequences"])]:
                 num = max(1, int(num_waves * num_places() / d["kv_heads"]))
@@ -253,58 +251,24 @@ def compiling_cases(subject: Subject, device: torch.device) -> Iterator[Case]:
     if subject.experts is not None:
         yield _experts_case(subject.experts, device, None, num_slots=16)
     match subject.op:
-        case "gemv":
-            small = 512 if d["outputs"] % 16 == 0 else d["outputs"]
-            yield _gemv_case(d | {"outputs": small}, subject.is_gated, device, None, copies=1)
-        case "tiles":  # as many outputs beyond whole tiles
-            small = 512 + d["outputs"] % 512
-            yield _tiles_case(d | {"outputs": small}, subject.is_gated, device, None, copies=1)
+        case "gemv" | "tiles":  # as many outputs beyond whole tiles
+            yield _product_case(subject, 512 + d["outputs"] % 512, device, None, copies=1)
         case "decode":
             yield _decode_case(d, d["sequences"], 512, device, None, copies=1)
         case "prefill":
             yield _prefill_case(d, 1, 512, device, None)
 
 
-def _gemv_case(
-    d: dict[str, int],
-    is_gated: bool,
+def _product_case(
+    subject: Subject,
+    outputs: int,
     device: torch.device,
     read_tbps: float | None,
     copies: int | None = None,
 ) -> Case:
-    outputs, inputs, tokens = d["outputs"], d["inputs"], d["tokens"]
-    dtype = torch.float8_e4m3fn if d["bits"] == 8 else torch.bfloat16
-    num_bytes = outputs * inputs * d["bits"] // 8
-    copies = copies or max(2, _L2_BYTES // num_bytes + 1)
-    weights = [torch.randn(outputs, inputs, device=device).to(dtype) for _ in range(copies)]
-    x_TI = torch.randn(tokens, inputs, device=device).to(dtype)
-    scale = torch.full((1,), inputs**-0.25, device=device) if d["bits"] == 8 else None
-    if scale is None:
-        x_TI *= inputs**-0.5
-
-    def run(config: GemvConfig, weight_OI: Tensor) -> Tensor:
-        return gemv(
-            x_TI, scale, weight_OI, scale, None, torch.bfloat16, is_gated=is_gated, config=config
-        )
-
-    return Case(
-        f"{outputs} x {inputs}",
-        None if read_tbps is None else num_bytes / read_tbps / 1e6,
-        lambda config: [partial(run, config, weight) for weight in weights],
-        lambda config: run(config, weights[0]),
-    )
-
-
-def _tiles_case(
-    d: dict[str, int],
-    is_gated: bool,
-    device: torch.device,
-    read_tbps: float | None,
-    copies: int | None = None,
-) -> Case:
-    """Behind a small kernel, as in a layer: the library's product begins when that has ended, ours
-    beside it."""
-    outputs, inputs, tokens = d["outputs"], d["inputs"], d["tokens"]
+    """Of a matrix with so many outputs."""
+    d = dict(subject.dims)
+    inputs, tokens = d["inputs"], d["tokens"]
     dtype = torch.float8_e4m3fn if d["bits"] == 8 else torch.bfloat16
     num_bytes = outputs * inputs * d["bits"] // 8
     copies = copies or max(2, _L2_BYTES // num_bytes + 1)
@@ -315,12 +279,18 @@ def _tiles_case(
         x_TI *= inputs**-0.5
     small_TD = torch.ones(tokens, _BEFORE_SIZE, dtype=torch.bfloat16, device=device)
 
-    def run(config: TilesConfig, weight_OI: Tensor) -> Tensor:
+    def run(config: GemvConfig | TilesConfig, weight_OI: Tensor) -> Tensor:
+        scaled = (x_TI, scale, weight_OI, scale, None, torch.bfloat16)
+        if isinstance(config, GemvConfig):
+            return gemv(*scaled, is_gated=subject.is_gated, config=config)
+        # As in a layer: behind a small kernel the library's begins when that has ended, ours
+        # beside it.
         rms_norm(small_TD, small_TD[0], 1e-6)
-        args = (x_TI, scale, weight_OI, scale, None, torch.bfloat16)
-        if config != LIBRARY:
-            return tiles(*args, is_gated=is_gated, config=config)
-        return F.linear(x_TI, weight_OI) if scale is None else fp8_linear_scaled_mm(*args)  # type: ignore[arg-type]
+        if config.outputs:
+            return tiles(*scaled, is_gated=subject.is_gated, config=config)
+        if scale is None:
+            return F.linear(x_TI, weight_OI)
+        return fp8_linear_scaled_mm(x_TI, scale, weight_OI, scale, None, torch.bfloat16)
 
     return Case(
         f"{outputs} x {inputs}",

@@ -134,6 +134,16 @@ def _by_warp(TILE: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _softmax(scores, seen, m, total):
+    """Weights of a tile's keys, the factor of what was added up before, the new m and total."""
+    scores = tl.where(seen[:, :, None], scores, -float("inf"))
+    m_new = tl.maximum(m, tl.max(scores, axis=1))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(scores - m_new[:, None, :])
+    return p, alpha, m_new, total * alpha + tl.sum(p, axis=1)
+
+
+@triton.jit
 def _attend_plain(
     q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
     scale_log2, stride_b, stride_s,
@@ -159,17 +169,11 @@ def _attend_plain(
         if HAS_SCALES:
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
-        seen = inside & (keys >= seen_from)
-        scores = tl.where(seen[:, :, None], scores, -float("inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(scores - m_new[:, None, :])
-        total = total * alpha + tl.sum(p, axis=1)
+        p, alpha, m, total = _softmax(scores, inside & (keys >= seen_from), m, total)
         if HAS_SCALES:
             p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         v = v.to(q.dtype)
         acc = tl.dot(v, p.to(v.dtype), acc=acc * alpha[:, None, :], input_precision="ieee")
-        m = m_new
     largest = tl.max(m, axis=0)
     weight = tl.exp2(m - largest[None, :])
     acc = tl.trans(tl.sum(acc * weight[:, None, :], axis=0))
@@ -247,18 +251,12 @@ def _attend_pairs(
         if HAS_SCALES:
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
-        seen = inside & (keys >= seen_from)
-        scores = tl.where(seen[:, :, None], scores, -float("inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(scores - m_new[:, None, :])
-        total = total * alpha + tl.sum(p, axis=1)
+        p, alpha, m, total = _softmax(scores, inside & (keys >= seen_from), m, total)
         if HAS_SCALES:
             p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         p = p.to(dtype)
         even = tl.dot(_first_of(v, dtype, HAS_SCALES, ON_GPU), p, acc=even * alpha[:, None, :])
         odd = tl.dot(_second_of(v, dtype, HAS_SCALES, ON_GPU), p, acc=odd * alpha[:, None, :])
-        m = m_new
     largest = tl.max(m, axis=0)
     weight = tl.exp2(m - largest[None, :])
     even = tl.trans(tl.sum(even * weight[:, None, :], axis=0))
