@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "ops"))
 
 ATTENTION = "attention"
+ATTENTION_PARTS = [f"{ATTENTION} {i}" for i in range(8)]  # shapes of heads in turn, side by side
 HOPPER = "hopper_prefill"  # the attention kernel of one kind of GPU, beside the one of all
 TIMEOUT_S = 280.0  # of one op: compiling takes most of it
 
@@ -46,7 +48,7 @@ def check_op(name: str) -> int:
     return num_run
 
 
-def check_attention() -> int:
+def check_attention(part: str) -> int:
     import torch
     from op_cases import gpu_attention_cases, make_attention
 
@@ -68,7 +70,11 @@ def check_attention() -> int:
                 yield f"off by {off:.3g}, load {load}"
 
     num_run = 0
+    shapes: dict[tuple[int, ...], str] = {}
     for case in gpu_attention_cases():
+        shape = (case.num_heads, case.num_kv_heads, case.head_size)
+        if shapes.setdefault(shape, ATTENTION_PARTS[len(shapes) % len(ATTENTION_PARTS)]) != part:
+            continue
         for dtype in (torch.bfloat16, torch.float16):
             if dtype == torch.float16 and case.head_size != 128:
                 continue
@@ -204,7 +210,8 @@ def main() -> None:
     parser.add_argument("--inside", metavar="OP", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        checks = {ATTENTION: check_attention, HOPPER: check_hopper}
+        checks = {part: partial(check_attention, part) for part in ATTENTION_PARTS}
+        checks[HOPPER] = check_hopper
         num_run = checks.get(args.inside, lambda: check_op(args.inside))()
         if not num_run:
             print(f"FAIL {args.inside}: no implementation fits this device")
@@ -218,6 +225,8 @@ def main() -> None:
     attention = [ATTENTION] + [HOPPER] * (torch.cuda.get_device_capability()[0] == 9)
     names = args.ops or [*attention, *dict.fromkeys(case.op.__name__ for case in OP_CASES)]
     names = [name for name in names if name not in args.skip]
+    if ATTENTION in names:
+        names[:] = [*ATTENTION_PARTS, *(name for name in names if name != ATTENTION)]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(run_apart, names))
     for _, num_failed, said in sorted(results, key=lambda result: -result[1]):

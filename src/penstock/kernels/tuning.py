@@ -28,8 +28,10 @@ from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode, decode_config
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill, prefill_config
+from penstock.kernels.carveout import AS_USUAL
 from penstock.kernels.device import num_places, probe
 from penstock.kernels.fp8.triton import fp8_linear_scaled_mm
+from penstock.kernels.gemm.dense import dense_linear
 from penstock.kernels.gemm.skinny import GemvConfig, gemv, gemv_config
 from penstock.kernels.gemm.tiles import LIBRARY, TilesConfig, tiles, tiles_config
 from penstock.kernels.moe import tuning as moe
@@ -52,7 +54,8 @@ _MAX_WORKERS = 16
 _DECODE_CASES = {
     Load.FEW: ((0.0, 1024), (0.0, 8192), (0.5, 1024)),
     Load.SOME: ((1.0, 1024), (1.0, 4096)),
-    Load.MANY: ((2.0, 1024), (2.0, 8192), (16.0, 1024)),
+    Load.MANY: ((2.0, 1024), (2.0, 8192)),
+    Load.MOST: ((16.0, 1024),),
 }
 # Outputs of a program, bytes of a row, warps, stages: what was best of 69 for some product.
 _TILES = (
@@ -216,6 +219,7 @@ def candidates(subject: Subject) -> list[Config]:
             ]
             tried += [replace(now, min_span=min_span) for min_span in (16, 64, 128)]
             tried += [replace(now, max_splits=max_splits) for max_splits in (32, 128)]
+            tried += [replace(now, carveout=carveout) for carveout in (AS_USUAL, 30, 60, 100)]
         case PrefillConfig():
             tried += [
                 PrefillConfig(rows, tile, num_warps, num_stages)
@@ -344,8 +348,13 @@ def _decode_case(
     q_NHD = torch.randn(num, d["heads"], d["head_size"], device=device).bfloat16()
     out_NHD = torch.empty_like(q_NHD)
     params = AttentionParams(d["head_size"] ** -0.5)
+    x_ND, weight_DD = (
+        torch.ones(n, _BEFORE_SIZE, dtype=q_NHD.dtype, device=device) for n in (num, _BEFORE_SIZE)
+    )
 
     def run(config: DecodeConfig, table: Tensor) -> Tensor:
+        # As in a layer: behind and in front of a product. With itself it shares a GPU better.
+        dense_linear(x_ND, weight_DD)
         decode(
             q_NHD, cache.k, cache.v, cache.rows, cache.kv_lens, table, out_NHD, params,
             _MAX_KV_LEN, config,
@@ -353,7 +362,7 @@ def _decode_case(
         return out_NHD
 
     return Case(
-        f"{num} of {kv_len} keys",
+        f"{num} of {kv_len} keys, behind a product",
         None if read_tbps is None else num_bytes / read_tbps / 1e6,
         lambda config: [partial(run, config, table) for table in cache.tables],
         lambda config: run(config, cache.tables[0]).clone(),

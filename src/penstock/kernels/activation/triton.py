@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.activation.reference import sigmoid_mul, silu_mul
+from penstock.kernels.carveout import beside_products, divide
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -38,7 +39,10 @@ def silu_mul_triton(x_T2F: Tensor) -> Tensor:
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, _BLOCK))
         options = launch_options(x_T2F)
-        _silu_mul[grid](x_T2F, out_TF, x_T2F.stride(0), size, BLOCK=_BLOCK, num_warps=4, **options)
+        kernel = _silu_mul[grid](
+            x_T2F, out_TF, x_T2F.stride(0), size, BLOCK=_BLOCK, num_warps=4, **options
+        )
+        divide(kernel, beside_products(num_tokens))
     return out_TF
 
 

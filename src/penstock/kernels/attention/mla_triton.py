@@ -158,7 +158,7 @@ def decode_config(num_heads: int, element_bytes: int, num_entries: int) -> Decod
         usual = DecodeConfig(heads=32, num_warps=4)
     else:
         usual = DecodeConfig(heads=64, num_warps=8)
-    if load_of(num_entries * triton.cdiv(num_heads, usual.heads), NO_WINDOW) is Load.MANY:
+    if load_of(num_entries * triton.cdiv(num_heads, usual.heads), NO_WINDOW) >= Load.MANY:
         return replace(usual, programs=1)
     return usual if num_entries <= 16 else replace(usual, max_splits=8)
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
+from penstock.kernels.carveout import AS_USUAL, divide
 from penstock.kernels.device import num_places, shared_bytes
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -43,8 +44,9 @@ _MAX_G = 16  # heads of a tile; more would not fit into a warp's registers
 _FEW_SPLITS = tl.constexpr(32)  # while each has no more keys than
 _USUAL_SPAN = tl.constexpr(128)
 _REDUCED = tl.constexpr(32)  # splits added up at once
-# H200, 8 kv heads: from 8 sequences on, from 14, from 21
-_SOME_SHORT_WAVES, _SOME_WAVES, _MANY_WAVES = 0.4, 0.84, 1.25
+# H200, 8 kv heads: from 8 sequences on, from 14, from 17, from 66
+_SOME_SHORT_WAVES, _SOME_WAVES, _MANY_WAVES, _MOST_WAVES = 0.4, 0.84, 1.0, 4.0
+_FEW_CARVEOUT = 45  # percent: more would keep products of one token from beginning beside it
 _TABLE_BYTES = 2048  # of shared memory, at most
 _VERY_SHORT = 256  # keys: not worth a second launch
 _SHORT = 4096  # that one program can walk while the others do
@@ -60,6 +62,7 @@ class DecodeConfig:
     max_splits: int = 64
     num_warps: int = 2
     num_stages: int = 5  # of 5 the table's blocks take two
+    carveout: int = AS_USUAL  # percent, see kernels/carveout.py
 
 
 class Load(enum.IntEnum):
@@ -67,14 +70,17 @@ class Load(enum.IntEnum):
 
     FEW = 1  # not: keys are split
     SOME = 16  # nearly: large programs
-    MANY = 256  # once or more, or keys are few: small programs
+    MANY = 32  # once or a few times: small programs, with much on the way
+    MOST = 256  # many times, or keys are few: smaller ones
 
 
 def load_of(num_programs: int, longest: int) -> Load:
     """`num_programs`: for each sequence and kv head one. `longest`: keys that a sequence may ever
     have, so that steps of all kinds choose the same."""
     num_waves = num_programs / num_places()
-    if num_waves >= _MANY_WAVES or longest <= _VERY_SHORT:
+    if num_waves >= _MOST_WAVES or longest <= _VERY_SHORT:
+        return Load.MOST
+    if num_waves >= _MANY_WAVES:
         return Load.MANY
     least = _SOME_SHORT_WAVES if longest <= _SHORT else _SOME_WAVES
     return Load.SOME if num_waves >= least else Load.FEW
@@ -94,18 +100,25 @@ def decode_config(
     is_small = head_size * _tile_heads(num_heads // num_kv_heads) <= 1024
     keys_each = 32 if is_small else 16  # of a warp, for its registers' sake
     row_bytes = 2 * triton.next_power_of_2(head_size) * cache_bytes  # of a key and its value
-    most = {Load.FEW: 1, Load.SOME: 4, Load.MANY: 2}[load]
+    most, stages = {
+        Load.FEW: (1, 5), Load.SOME: (4, 7), Load.MANY: (2, 7), Load.MOST: (2, 5),
+    }[load]  # fmt: skip
+    room = shared_bytes() - _TABLE_BYTES
     num_warps, num_stages = next(
-        (n, stages)
-        for n, stages in ((most, 5), (most, 3), (most // 2, 3), (1, 3))
-        if n and n * keys_each * row_bytes * (stages // 2) <= shared_bytes() - _TABLE_BYTES
-    )
+        (n, num_stages)
+        for n, num_stages, part in (
+            (most, stages, room // 2), (most, 5, room), (most, 3, room), (most // 2, 3, room),
+            (1, 3, room),
+        )
+        if n and n * keys_each * row_bytes * (num_stages // 2) <= part
+    )  # fmt: skip
     usual = DecodeConfig(
         tile=num_warps * keys_each,
         min_span=32 if load is Load.FEW else _LONG,
         max_splits=64 if load is Load.FEW else 8,
         num_warps=num_warps,
         num_stages=num_stages,
+        carveout=_FEW_CARVEOUT if load is Load.FEW else AS_USUAL,
     )
     return tuned.best(
         "decode",
@@ -458,7 +471,7 @@ def decode(
         shape = (num_entries, num_heads, c.max_splits)
         partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
-    _decode[(num_tiles, num_entries, 1 if is_direct else num_splits)](
+    kernel = _decode[(num_tiles, num_entries, 1 if is_direct else num_splits)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_NHD, partial, lse,
         rows_N, kv_lens_N, block_table_RM, sinks,
         params.scale * LOG2_E, params.v_scale, window, q_NHD.stride(0), k_cache_BKSD.stride(0),
@@ -469,6 +482,7 @@ def decode(
         HAS_SCALES=scales is not None, ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
+    divide(kernel, c.carveout)
     if not is_direct and num_splits > 1:
         reduce_splits[(num_heads, num_entries, 1)](
             partial, lse, out_NHD, kv_lens_N, sinks, window,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.carveout import beside_products, divide
 from penstock.kernels.device import probe
 from penstock.kernels.fp8.reference import (
     BLOCK,
@@ -164,16 +165,17 @@ def _quantized(
         return out, scales
     if scale_1 is None and group == 0:
         block = min(triton.next_power_of_2(size), _ROW_COLUMNS)
-        _quantize_rows[(num_rows,)](
+        kernel = _quantize_rows[(num_rows,)](
             x, out, scales, x.stride(0), size,
             GATED=gated, BLOCK=block, num_warps=_num_warps(block), **launch_options(x),
         )  # fmt: skip
     else:
-        _quantize[(num_rows, triton.cdiv(size, _COLUMNS))](
+        kernel = _quantize[(num_rows, triton.cdiv(size, _COLUMNS))](
             x, out, scales, num_rows, x.stride(0), size,
             GATED=gated, GROUP=0 if scale_1 is not None else group, BLOCK=_COLUMNS, num_warps=4,
             **launch_options(x),
         )  # fmt: skip
+    divide(kernel, beside_products(num_rows))
     return out, scales
 
 
@@ -223,12 +225,13 @@ def rms_norm_fp8_triton(
         sum_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if num_rows:
         block = max(triton.next_power_of_2(size), group)
-        _rms_norm[(num_rows,)](
+        kernel = _rms_norm[(num_rows,)](
             x_TD, residual_TD, weight_D, out_TD, scales, sum_TD, num_rows,
             x_TD.stride(0), 0 if residual_TD is None else residual_TD.stride(0), eps,
             HAS_RESIDUAL=residual_TD is not None, IS_STATIC=scale_1 is not None, GROUP=group,
             D=size, BLOCK=block, num_warps=_num_warps(block), **launch_options(x_TD),
         )  # fmt: skip
+        divide(kernel, beside_products(num_rows))
     return out_TD, scales, sum_TD
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.carveout import beside_products, divide
 from penstock.kernels.norm.reference import add_rms_norm, rms_norm
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -78,11 +79,12 @@ def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return out_TD
     block = triton.next_power_of_2(size)
     rows = max(1, _TILE // block) if num_rows > 64 else 1
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
+    kernel = _rms_norm[(triton.cdiv(num_rows, rows),)](
         x_TD, weight_D, out_TD, num_rows, x_TD.stride(0), stride_n, eps,
         N=num_heads, D=size, BLOCK_D=block, ROWS=rows, num_warps=_num_warps(block * rows),
         **launch_options(x_TD),
     )  # fmt: skip
+    divide(kernel, beside_products(x_TD.shape[0]))
     return out_TD
 
 
@@ -100,8 +102,9 @@ def add_rms_norm_triton(
     sum_TD = torch.empty_like(out_TD)
     if num_rows:
         block = triton.next_power_of_2(size)
-        _add_rms_norm[(num_rows,)](
+        kernel = _add_rms_norm[(num_rows,)](
             x_TD, residual_TD, weight_D, out_TD, sum_TD, x_TD.stride(0), residual_TD.stride(0), eps,
             D=size, BLOCK_D=block, num_warps=_num_warps(block), **launch_options(x_TD),
         )  # fmt: skip
+        divide(kernel, beside_products(num_rows))
     return out_TD, sum_TD

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.carveout import beside_products, divide
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.rope.reference import rope_kv_write
@@ -133,7 +134,7 @@ def rope_kv_write_triton(
         heads = max(_HEADS, min(_TILE // block_d, triton.next_power_of_2(num_heads)))
     kv_heads = min(heads, triton.next_power_of_2(num_kv_heads))
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, kv_heads))
-    _rope_kv_write[grid](
+    kernel = _rope_kv_write[grid](
         qkv_TND, q_weight_D, k_weight_D, eps, cos_sin_PR, positions_T, slots_T,
         q_THD, k_cache_BKSD, v_cache_BKSD, k_scale, v_scale, k_scales_BKS, v_scales_BKS,
         qkv_TND.stride(0), k_cache_BKSD.stride(0),
@@ -143,4 +144,5 @@ def rope_kv_write_triton(
         HAS_SCALES=k_scales_BKS is not None,
         num_warps=max(1, min(8, block_d * heads // 256)), **launch_options(qkv_TND),
     )  # fmt: skip
+    divide(kernel, beside_products(num_tokens))
     return q_THD
