@@ -53,7 +53,7 @@ def check_attention(part: str) -> int:
     from op_cases import gpu_attention_cases, make_attention
 
     from penstock.kernels.attention import triton_decode, triton_prefill
-    from penstock.kernels.attention.backend import get_backend
+    from penstock.kernels.attention.backend import get_backend, rounded
     from penstock.kernels.tolerances import tolerance
 
     usual_load = triton_decode.load_of
@@ -68,6 +68,10 @@ def check_attention(part: str) -> int:
             if not torch.allclose(found, expected, atol=close.atol, rtol=close.rtol):
                 off = (found - expected).abs().nan_to_num(torch.inf).max().item()
                 yield f"off by {off:.3g}, load {load}"
+            scale_1 = found.abs().max().view(1).float() / 448
+            as_8_bits = get_backend("triton").attend(*args.unpack(), scale_1)
+            if not torch.equal(as_8_bits.float(), rounded(found, scale_1).float()):
+                yield f"rounded to 8 bits it is another, load {load}"
 
     num_run = 0
     shapes: dict[tuple[int, ...], str] = {}

@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import triton_decode
 from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.attention.reference import attend
+from penstock.kernels.fp8 import quantize_fp8
 from penstock.kernels.tolerances import tolerance
 
 pytest.importorskip("triton")
@@ -72,6 +73,40 @@ def test_decodes_with_keys_split_and_in_programs_of_any_size(
 ) -> None:
     monkeypatch.setattr(triton_decode, "load_of", lambda num_programs, longest: load)
     _check("triton", case, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("load", triton_decode.Load)
+@pytest.mark.parametrize("name", ["reference", "sdpa", "triton"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        decodes(1, 40, 300, num_heads=4, num_kv_heads=2),
+        decodes(1, 40, 300, num_heads=4, num_kv_heads=2, sinks=True, fp8=True),
+        AttentionCase(((1, 33), (1, 100), (20, 20)), 2, num_heads=4, num_kv_heads=2),
+    ],
+    ids=str,
+)
+def test_a_result_of_8_bit_floats_is_the_usual_one_rounded(
+    name: str,
+    case: AttentionCase,
+    load: triton_decode.Load,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if name == "sdpa" and device.type != "cpu":
+        pytest.skip("sdpa is the CPU backend")
+    monkeypatch.setattr(triton_decode, "load_of", lambda num_programs, longest: load)
+    args = make_attention(case, torch.float16, device)
+    scale_1 = torch.full((1,), 1e-3, device=device)  # the largest values are beyond 448 times it
+    usual = get_backend(name).attend(*args.unpack())
+    found = get_backend(name).attend(*args.unpack(), scale_1)
+    assert found.dtype == torch.float8_e4m3fn and found.is_contiguous()
+    assert usual.abs().max() > 0.448
+    in_kernel = name == "triton" and case.num_decodes == len(case.entries)
+    # Triton's interpreter rounds to 8-bit floats in its own way.
+    quantize = quantize_fp8.implementations()["triton"].run if in_kernel else quantize_fp8
+    expected, _ = quantize(usual.flatten(1), scale_1, 0)
+    assert torch.equal(found.flatten(1).float(), expected.float())
 
 
 def test_a_long_sequence_has_more_splits_than_are_added_up_at_once(device: torch.device) -> None:

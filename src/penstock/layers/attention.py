@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.activation import sigmoid_mul
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.batch import ForwardBatch
-from penstock.kernels.formats import Activation, InputFormat
+from penstock.kernels.formats import Activation, Fp8, Fp8Static, InputFormat
 from penstock.kernels.rope import rope_kv_write
 from penstock.layers.build import Build
 from penstock.layers.cached import CachedLayer
@@ -129,6 +129,10 @@ class Attention(CachedLayer):
             self.gated,
             *(self.token_scales or ()),
         )
+        wanted = self.o_proj.input_format(batch.num_tokens)
+        out_scale_1 = None
+        if isinstance(wanted, Fp8Static) and not self.gated:
+            out_scale_1 = wanted.scale_1
         out_THD = self.backend.attend(
             q_THD,
             self.k_cache_BKSD,
@@ -137,8 +141,11 @@ class Attention(CachedLayer):
             self.params,
             self.sinks,
             self.token_scales,
+            out_scale_1,
         )
         if self.gated:
             out_THD = sigmoid_mul(out_THD, qkv_TND[:, 1 : 2 * self.num_heads : 2])
-        wanted = self.o_proj.input_format(batch.num_tokens)
-        return self.o_proj(converted(out_THD.flatten(1), wanted), batch)
+        out_TD = out_THD.flatten(1)
+        if out_scale_1 is not None:
+            return self.o_proj(Fp8(out_TD, out_scale_1), batch)
+        return self.o_proj(converted(out_TD, wanted), batch)

@@ -55,8 +55,27 @@ class GraphPool:
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            outputs = step(inputs)
-        return _Captured(graph, inputs, outputs)
+            logits_NV, kv_lens_N, rows_N = step(inputs)
+        return _Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N))
+
+
+class _Memory:
+    """Of a tensor, without owning it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape),
+            "typestr": f"<i{x.element_size()}",  # the interface knows no bfloat16
+            "data": (x.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _borrowed(x: Tensor) -> Tensor:
+    """What a graph writes there. The memory stays the pool's, so that the graph captured next may
+    write there, too: logits of all sizes up to 1024 would take 3 GiB for a vocabulary of 128k."""
+    assert x.is_contiguous(), x.stride()
+    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype)
 
 
 @dataclass(slots=True)
@@ -66,7 +85,7 @@ class _Captured:
     outputs: Outputs
 
     def replay(self, inputs: Int32s) -> Outputs:
-        """The next replay overwrites the outputs, in stream order."""
+        """The next replay, of any graph of the pool, overwrites the logits, in stream order."""
         self.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         self.graph.replay()
         return self.outputs

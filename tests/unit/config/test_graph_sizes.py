@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from penstock.config.graphs import CudaGraphConfig, exact_sizes, padded_sizes
 
 UP_TO_128 = [1, 2, 4, *range(8, 129, 8)]
+UP_TO_512 = [*UP_TO_128, *range(144, 257, 16), *range(288, 513, 32)]
 
 
 @pytest.mark.parametrize(
@@ -16,11 +17,12 @@ UP_TO_128 = [1, 2, 4, *range(8, 129, 8)]
         (3, [1, 2, 3]),
         (20, [1, 2, 4, 8, 16, 20]),
         (128, UP_TO_128),
-        (720, [*UP_TO_128, *range(192, 705, 64), 720]),
-        (1024, [*UP_TO_128, *range(192, 1025, 64)]),
+        (200, [*UP_TO_128, 144, 160, 176, 192, 200]),
+        (720, [*UP_TO_512, 576, 640, 704, 720]),
+        (1024, [*UP_TO_512, *range(576, 1025, 64)]),
     ],
 )
-def test_padded_sizes_step_by_8_to_128_and_then_by_64(largest, expected):
+def test_padded_sizes_step_by_8_to_128_and_then_further(largest, expected):
     assert padded_sizes(largest) == expected
 
 

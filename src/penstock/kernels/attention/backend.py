@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.fp8 import quantize_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,21 @@ class AttentionBackend(Protocol):
         params: AttentionParams,
         sinks_H: Tensor | None = None,
         scales: CacheScales | None = None,
+        out_scale_1: Tensor | None = None,
     ) -> Tensor:
         """out_THD, contiguous, in q's dtype.
 
         `sinks_H` (float32): a score per head that takes its share of the softmax and has no value.
+        `out_scale_1`: the result is `rounded` by it.
         """
         ...
+
+
+def rounded(out_THD: Tensor, scale_1: Tensor | None) -> Tensor:
+    """With a scale: 8-bit floats to be multiplied by it."""
+    if scale_1 is None:
+        return out_THD
+    return quantize_fp8(out_THD.flatten(1), scale_1, 0)[0].view(out_THD.shape)
 
 
 _BACKENDS = {

@@ -28,6 +28,7 @@ from penstock.kernels.attention.triton_decode import (
 )
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_dtypes import TRITON_DTYPES
 
 _HEADS = 16  # that one program rotates
 _LN_2 = 0.6931471805599453
@@ -283,10 +284,10 @@ def mla_decode_triton(
     if programs > 1:
         block = min(block_c, 128)
         reduce_splits[(num_heads, num_entries, triton.cdiv(size, block))](
-            partial, lse, out_NHC, kv_lens_N, kv_lens_N, NO_WINDOW,
-            H=num_heads, D=size, BLOCK_D=block, TILE=c.tile, MIN_SPAN=c.min_span,
-            SPLITS=c.max_splits, HAS_SINKS=False, IS_ONE_DONE=False, num_warps=4,
-            **launch_options(q_NHC),
+            partial, lse, out_NHC, kv_lens_N, kv_lens_N, None, NO_WINDOW,
+            dtype=TRITON_DTYPES[out_NHC.dtype], H=num_heads, D=size, BLOCK_D=block,
+            TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=False,
+            IS_ONE_DONE=False, num_warps=4, **launch_options(q_NHC),
         )  # fmt: skip
     return out_NHC
 

@@ -7,7 +7,7 @@ per block, N entries, Q queries and L keys of one entry.
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backend import AttentionParams, CacheScales
+from penstock.kernels.attention.backend import AttentionParams, CacheScales, rounded
 from penstock.kernels.batch import ForwardBatch
 
 
@@ -63,6 +63,7 @@ class ReferenceAttention:
         params: AttentionParams,
         sinks_H: Tensor | None = None,
         scales: CacheScales | None = None,
+        out_scale_1: Tensor | None = None,
     ) -> Tensor:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
@@ -79,4 +80,4 @@ class ReferenceAttention:
             out_THD[start:end] = attend(
                 q_THD[start:end], k_LKD, v_LKD, params.scale, params.window, sinks_H
             )
-        return out_THD
+        return rounded(out_THD, out_scale_1)

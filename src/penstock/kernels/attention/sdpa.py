@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.attention import native
-from penstock.kernels.attention.backend import AttentionParams, CacheScales
+from penstock.kernels.attention.backend import AttentionParams, CacheScales, rounded
 from penstock.kernels.batch import ForwardBatch
 
 Int64s = NDArray[np.int64]
@@ -65,9 +65,12 @@ class SdpaAttention:
         params: AttentionParams,
         sinks_H: Tensor | None = None,
         scales: CacheScales | None = None,
+        out_scale_1: Tensor | None = None,
     ) -> Tensor:
         out_THD = self._attend(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params, sinks_H, scales)
-        return out_THD if params.v_scale == 1.0 else out_THD.mul_(params.v_scale)
+        if params.v_scale != 1.0:
+            out_THD.mul_(params.v_scale)
+        return rounded(out_THD, out_scale_1)
 
     def _attend(
         self,

@@ -6,7 +6,7 @@ Legend: T tokens in the step, H query heads, K kv heads, D head size, B blocks, 
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backend import AttentionParams, CacheScales
+from penstock.kernels.attention.backend import AttentionParams, CacheScales, rounded
 from penstock.kernels.attention.triton_decode import decode
 from penstock.kernels.attention.triton_prefill import prefill
 from penstock.kernels.batch import ForwardBatch
@@ -25,9 +25,12 @@ class TritonAttention:
         params: AttentionParams,
         sinks_H: Tensor | None = None,
         scales: CacheScales | None = None,
+        out_scale_1: Tensor | None = None,
     ) -> Tensor:
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_decodes = batch.num_decodes
+        is_rounded = out_scale_1 is not None and num_decodes == batch.num_entries
+        dtype = torch.float8_e4m3fn if is_rounded else q_THD.dtype
+        out_THD = torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
         if num_decodes:
             decode(
                 q_THD[:num_decodes],
@@ -41,6 +44,7 @@ class TritonAttention:
                 batch.max_kv_len,
                 sinks_H=sinks_H,
                 scales=scales,
+                out_scale_1=out_scale_1,
             )
         if batch.num_entries > num_decodes:
             prefill(
@@ -58,4 +62,4 @@ class TritonAttention:
                 sinks_H=sinks_H,
                 scales=scales,
             )
-        return out_THD
+        return out_THD if is_rounded else rounded(out_THD, out_scale_1)

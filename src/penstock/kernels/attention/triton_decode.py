@@ -35,6 +35,7 @@ from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.carveout import AS_USUAL, divide
 from penstock.kernels.device import num_places, shared_bytes
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_dtypes import TRITON_DTYPES
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
@@ -306,17 +307,31 @@ def _attend(
 
 
 @triton.jit
-def _store(to, inside, m, total, acc, sink_ptr, is_head, HAS_SINKS: tl.constexpr):
+def _rounded(x, dtype: tl.constexpr, out_dtype: tl.constexpr, out_scale_ptr):
+    """In `dtype`; of 8-bit floats these are divided by the scale."""
+    x = x.to(dtype)
+    if out_dtype.primitive_bitwidth == 8:
+        x = x.to(tl.float32) / tl.load(out_scale_ptr)
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    return x.to(out_dtype)
+
+
+@triton.jit
+def _store(
+    to, inside, m, total, acc, sink_ptr, is_head, out_scale_ptr,
+    dtype: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """What a sequence's only program found."""
     if HAS_SINKS:
         total += tl.exp2(tl.load(sink_ptr, mask=is_head, other=0.0) * _LOG2_E - m)
-    tl.store(to, (acc / total[:, None]).to(to.dtype.element_ty), mask=inside)
+    out = _rounded(acc / total[:, None], dtype, to.dtype.element_ty, out_scale_ptr)
+    tl.store(to, out, mask=inside)
 
 
 @triton.jit
 def _decode(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr,
-    kv_lens_ptr, table_ptr, sinks_ptr,
+    kv_lens_ptr, table_ptr, sinks_ptr, out_scale_ptr,
     scale_log2, v_scale, window, stride_qn, stride_b, stride_s, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
@@ -355,13 +370,16 @@ def _decode(
 
     to = out_ptr + (entry * (K * G) + heads) * D + cols
     sink_ptr = sinks_ptr + kv_head * G + g
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     if DIRECT:
         m, total, acc = _attend(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, kv_len, seen_from,
             scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS, HAS_SCALES,
             ON_GPU,
         )  # fmt: skip
-        _store(to, inside, m, total, acc * v_scale, sink_ptr, g < G, HAS_SINKS)
+        _store(
+            to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, dtype, HAS_SINKS
+        )
     else:
         keys_each = span(kv_len - first, SPLITS, MIN_SPAN, TILE)
         num_splits = tl.cdiv(kv_len - first, keys_each)
@@ -375,7 +393,10 @@ def _decode(
                 HAS_SCALES, ON_GPU,
             )  # fmt: skip
             if num_splits == 1:
-                _store(to, inside, m, total, acc * v_scale, sink_ptr, g < G, HAS_SINKS)
+                _store(
+                    to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, dtype,
+                    HAS_SINKS,
+                )  # fmt: skip
             else:
                 at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
                 out = acc / total[:, None] * v_scale
@@ -385,9 +406,9 @@ def _decode(
 
 @triton.jit
 def reduce_splits(
-    partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, sinks_ptr, window,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, sinks_ptr, out_scale_ptr, window,
+    dtype: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
     IS_ONE_DONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[n, h] = sum over splits of partial * 2^lse / (sum over splits of 2^lse + e^sink).
@@ -421,7 +442,7 @@ def reduce_splits(
         total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)
     out /= total
     to = out_ptr + (entry * H + head) * D + cols
-    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=cols < D)
+    tl.store(to, _rounded(out, dtype, out_ptr.dtype.element_ty, out_scale_ptr), mask=cols < D)
 
 
 def decode(
@@ -437,8 +458,11 @@ def decode(
     config: DecodeConfig | None = None,
     sinks_H: Tensor | None = None,
     scales: CacheScales | None = None,
+    out_scale_1: Tensor | None = None,
 ) -> None:
     """out[n] = attention of q[n] over the kv_lens[n] cached tokens of row rows[n].
+
+    Where `out_NHD` holds 8-bit floats these are to be multiplied by `out_scale_1`.
 
     The partial results live in memory from the caching allocator: inside a captured graph that is
     the graph's own pool, which all layers and graphs share.
@@ -473,7 +497,7 @@ def decode(
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
     kernel = _decode[(num_tiles, num_entries, 1 if is_direct else num_splits)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_NHD, partial, lse,
-        rows_N, kv_lens_N, block_table_RM, sinks,
+        rows_N, kv_lens_N, block_table_RM, sinks, out_scale_1,
         params.scale * LOG2_E, params.v_scale, window, q_NHD.stride(0), k_cache_BKSD.stride(0),
         0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size, BLOCK_G=block_g, BLOCK_D=block_d,
@@ -485,8 +509,8 @@ def decode(
     divide(kernel, c.carveout)
     if not is_direct and num_splits > 1:
         reduce_splits[(num_heads, num_entries, 1)](
-            partial, lse, out_NHD, kv_lens_N, sinks, window,
-            H=num_heads, D=head_size, BLOCK_D=block_d, TILE=c.tile, MIN_SPAN=c.min_span,
-            SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None, IS_ONE_DONE=True, num_warps=4,
-            **launch_options(q_NHD),
+            partial, lse, out_NHD, kv_lens_N, sinks, out_scale_1, window,
+            dtype=TRITON_DTYPES[q_NHD.dtype], H=num_heads, D=head_size, BLOCK_D=block_d,
+            TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None,
+            IS_ONE_DONE=True, num_warps=4, **launch_options(q_NHD),
         )  # fmt: skip

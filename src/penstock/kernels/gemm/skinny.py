@@ -25,9 +25,10 @@ from penstock.kernels.gemm.few import (
     MIN_TILES_TOKENS,
     gated_linear,
 )
-from penstock.kernels.gemm.tiles import TRITON_DTYPES, is_quicker, scale_strides, tiles
+from penstock.kernels.gemm.tiles import is_quicker, scale_strides, tiles
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_dtypes import TRITON_DTYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from penstock.kernels import tuned
 from penstock.kernels.device import num_places, shared_bytes
 from penstock.kernels.gemm.few import MAX_TOKENS, MIN_TILES_TOKENS
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_dtypes import TRITON_DTYPES
 
 _MIN_BYTES = 8 << 20  # of a smaller matrix the library's product takes as long
 
@@ -162,13 +163,6 @@ def _tiles(
     to = tokens[None, :] * num_outputs + outputs[:, None]
     mask = is_output[:, None] & is_token[None, :]
     tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
 
 
 def scale_strides(scale: Tensor | None, weight_scale: Tensor | None) -> tuple[int, int, int]:
