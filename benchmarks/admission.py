@@ -3,9 +3,10 @@
     python benchmarks/admission.py [--row 70b-fp8-kv8] [--share 0.93] [--loads burst chat ...]
 
 The real scheduler plans; a step takes what the floors of the row say, divided by the share of them
-that is reached. Loads: `burst` is the table's 256 requests at once; `chat` 1500 at once whose
-answers have 400 tokens in the mean and no limit; `arriving` 1200 over 2.4 minutes, 600 and 4096;
-`mixed` 600 whose answers have 200 or 3500 tokens; `long` 400 of 4000 tokens, limited to 8192.
+that is reached, and decodes are padded to the size of a graph. Loads: `burst` is the table's 256
+requests at once; `chat` 1500 at once whose answers have 400 tokens in the mean and no limit;
+`arriving` 1200 over 2.4 minutes, 600 and 4096; `mixed` 600 whose answers have 200 or 3500 tokens;
+`long` 400 of 4000 tokens, limited to 8192.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import numpy as np
 from floors import floors_of
 from shapes import ROWS
 
+from penstock.config.graphs import padded_sizes
 from penstock.config.run import CapacityPolicy, RunConfig
 from penstock.core.kv.groups import FullGroup
 from penstock.core.kv.manager import KVManager
@@ -98,6 +100,7 @@ def simulate(row_name: str, share: float, policy: CapacityPolicy, jobs: Sequence
     config = run_config(policy, row.settings["max_batch_size"], row.settings["max_num_tokens"])
     kv = KVManager([FullGroup(num_blocks + 1, BLOCK_SIZE, reuse=False, partial_reuse=False)])
     scheduler = Scheduler(config, [kv], counters)
+    graph_sizes = padded_sizes(config.max_batch_size)
     waiting = sorted(enumerate(jobs), key=lambda one: one[1].arrives_s)[::-1]
     now, most_running = 0.0, 0
     first_s: dict[int, float] = {}
@@ -116,7 +119,10 @@ def simulate(row_name: str, share: float, policy: CapacityPolicy, jobs: Sequence
             continue
         _, entries = scheduler._in_flight[-1]
         num_tokens = sum(entry.num_tokens for entry in entries)
-        keys = sum(entry.seq.num_tokens for entry in entries if entry.start == FROM_DEVICE)
+        decodes = [entry for entry in entries if entry.start == FROM_DEVICE]
+        keys = sum(entry.seq.num_tokens for entry in decodes)
+        if len(decodes) == len(entries):  # a graph
+            num_tokens = next(size for size in graph_sizes if size >= num_tokens)
         now += floors.decode_step_s(num_tokens, keys / num_tokens) / share + HOST_S
         ids = np.full((len(entries), 1), OTHER, np.int32)
         numbers = np.array([bool(entry.num_logit_rows) for entry in entries], np.int32)
