@@ -1,6 +1,7 @@
 """Which requests start when the cache is short: policies of the scheduler compared, on no GPU.
 
     python benchmarks/admission.py [--row 70b-fp8-kv8] [--share 0.93] [--loads burst chat ...]
+                                   [--host-gib 16]
 
 The real scheduler plans; a step takes what the floors of the row say, divided by the share of them
 that is reached, and decodes are padded to the size of a graph. Loads: `burst` is the table's 256
@@ -32,6 +33,7 @@ from penstock.types.step import FROM_DEVICE, StepResult
 BLOCK_SIZE = 32
 END, OTHER = 7, 5  # token ids: an answer ends with the first
 HOST_S = 0.0025  # of a step, what is neither products nor cache
+HOST_BYTES_S = 40e9  # between the GPU and host memory
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,14 +93,18 @@ def run_config(policy: CapacityPolicy, max_batch_size: int, max_num_tokens: int)
     )  # fmt: skip
 
 
-def simulate(row_name: str, share: float, policy: CapacityPolicy, jobs: Sequence[Job]) -> Figures:
+def simulate(
+    row_name: str, share: float, policy: CapacityPolicy, jobs: Sequence[Job], host_bytes: float = 0
+) -> Figures:
     row = ROWS[row_name]
     floors = floors_of(row)
     assert row.max_running is not None, f"{row_name}: its cache holds everything"
     num_blocks = row.max_running * 2048 // BLOCK_SIZE
     counters = EngineCounters()
     config = run_config(policy, row.settings["max_batch_size"], row.settings["max_num_tokens"])
-    kv = KVManager([FullGroup(num_blocks + 1, BLOCK_SIZE, reuse=False, partial_reuse=False)])
+    block_bytes = BLOCK_SIZE * sum(layer.cached_bytes for layer in floors.layers)
+    group = FullGroup(num_blocks + 1, BLOCK_SIZE, reuse=False, partial_reuse=False)
+    kv = KVManager([group], int(host_bytes / block_bytes))
     scheduler = Scheduler(config, [kv], counters)
     graph_sizes = padded_sizes(config.max_batch_size)
     waiting = sorted(enumerate(jobs), key=lambda one: one[1].arrives_s)[::-1]
@@ -124,6 +130,7 @@ def simulate(row_name: str, share: float, policy: CapacityPolicy, jobs: Sequence
         if len(decodes) == len(entries):  # a graph
             num_tokens = next(size for size in graph_sizes if size >= num_tokens)
         now += floors.decode_step_s(num_tokens, keys / num_tokens) / share + HOST_S
+        now += len(plan.cache_ops) * block_bytes / HOST_BYTES_S
         ids = np.full((len(entries), 1), OTHER, np.int32)
         numbers = np.array([bool(entry.num_logit_rows) for entry in entries], np.int32)
         for i, entry in enumerate(entries):
@@ -149,12 +156,13 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.93, help="of the floors")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--policies", nargs="+", type=CapacityPolicy, default=list(CapacityPolicy))
+    parser.add_argument("--host-gib", type=float, default=0, help="host_cache_size")
     args = parser.parse_args()
     print(f"{'load':9} {'policy':20} {'tok/s':>6} {'preempted':>9} {'running':>8}  TTFT p50, p99 s")
     for name in args.loads:
         jobs = LOADS[name](random.Random(1))
         for policy in args.policies:
-            found = simulate(args.row, args.share, policy, jobs)
+            found = simulate(args.row, args.share, policy, jobs, args.host_gib * 2**30)
             cuts = quantiles(found.ttft_s, n=100)
             print(
                 f"{name:9} {policy:20} {found.tok_s:6.0f} {found.num_preempted:9} "

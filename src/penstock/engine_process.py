@@ -159,7 +159,10 @@ class Engine:
         config, counters = self.config, EngineCounters()
         sizes = zip(loaded.groups, cache.num_blocks, strict=True)
         groups = [group.cache_group(num, config) for group, num in sizes]
-        self.scheduler = Scheduler(config, [KVManager(groups)], counters)
+        num_places = config.host_cache_bytes // loaded.groups[0].block_bytes(
+            config.tokens_per_block
+        )
+        self.scheduler = Scheduler(config, [KVManager(groups, num_places)], counters)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
 
         def describe(plan: StepPlan, started: float) -> IterationStats:

@@ -28,6 +28,14 @@ class KvCacheConfig(StrictModel):
         gt=0.0,
         le=1.0,
     )
+    host_cache_size: int | None = setting(
+        None,
+        "Bytes of host memory, on each rank, for the cache of requests that had to leave because "
+        "the cache was full; without room there they compute it again. Taken when first needed. "
+        "Not for models with windows in some layers or with recurrent ones.",
+        ge=0,
+        le=2**44,
+    )
     tokens_per_block: int = setting(
         32,
         "Tokens in one cache block, a power of two. Small ones waste less of the last one.",

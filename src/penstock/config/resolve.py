@@ -95,6 +95,7 @@ def resolve(
         state_interval=kv.mamba_state_cache_interval,
         state_copy_share=kv.mamba_state_cache_fraction,
         state_cpu_bytes=state_cpu_bytes,
+        host_cache_bytes=kv.host_cache_size or 0,
         attention_backend=backend,
         coarse_products=is_coarse,
         quantization=quantization,

@@ -61,6 +61,7 @@ class RunConfig:
     state_interval: int = 2048  # tokens between copies of a recurrent state
     state_copy_share: float = 0.1  # of the cache's memory, for such copies
     state_cpu_bytes: int = 0  # of states and copies on a CPU, beside kv_cpu_bytes
+    host_cache_bytes: int = 0  # for the cache of preempted sequences
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
     ep_size: int = 1  # sets of ranks that have other experts; the ranks of a set share each

@@ -211,8 +211,10 @@ _CACHE = {
             "max_attention_window": ignored("windows are those of the model"),
             "sink_token_length": ignored("sinks are those of the model"),
             "free_gpu_memory_fraction": SUPPORTED,
-            "host_cache_size": ignored("blocks are not moved to host memory yet", 0),
-            "secondary_offload_min_priority": ignored("blocks are not moved to host memory yet"),
+            "host_cache_size": SUPPORTED,
+            "secondary_offload_min_priority": ignored(
+                "only blocks of preempted requests are moved to host memory"
+            ),
             "cross_kv_cache_fraction": ignored("there are no encoder-decoder models"),
             "event_buffer_max_size": ignored("block events are not published yet", 0),
             "attention_dp_events_gather_period_ms": ignored(

@@ -34,12 +34,12 @@ class Entry(NamedTuple):  # made for every sequence and step, which a dataclass 
 class Draft:
     step_id: int
     budgets: list[int]  # tokens left per rank
+    copies: list[CopyBlock] = field(default_factory=list)  # in the order in which they are made
     blocked_ranks: set[int] = field(default_factory=set)  # an older sequence waits for blocks there
     _num_tokens: list[int] = field(init=False)  # tokens taken per rank
     _decodes: list[Entry] = field(default_factory=list)
     _prefills: list[Entry] = field(default_factory=list)
     _joins: list[RowJoin] = field(default_factory=list)
-    _copies: list[CopyBlock] = field(default_factory=list)
     _growth: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -70,8 +70,9 @@ class Draft:
         )
 
     def copy(self, rank: int, copies: Iterable[BlockCopy]) -> None:
-        self._copies += [
-            CopyBlock(rank=rank, group=copy.group, src=copy.src, dst=copy.dst) for copy in copies
+        self.copies += [
+            CopyBlock(rank=rank, group=copy.group, src=copy.src, dst=copy.dst, move=copy.move)
+            for copy in copies
         ]
 
     def decode(self, seq: Sequence, num_tokens: int, max_kv_len: int) -> None:
@@ -121,7 +122,7 @@ class Draft:
                 indices=growth[3],
                 block_ids=growth[4],
             ),
-            cache_ops=tuple(self._copies),
+            cache_ops=tuple(self.copies),
             ranks=ranks,
             rows=rows,
             starts=starts,

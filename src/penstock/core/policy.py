@@ -83,7 +83,8 @@ def may_start(
         return False
     if policy is CapacityPolicy.MAX_UTILIZATION:
         return True
-    return _growth(seq, match, running, lengths) <= kv.num_free_tokens * (1 - _SPARE_SHARE)
+    num_free = kv.num_free_tokens * (1 - _SPARE_SHARE) + kv.num_host_tokens
+    return _growth(seq, match, running, lengths) <= num_free
 
 
 def _growth(

@@ -19,7 +19,14 @@ from penstock.core.stop import finish_reason
 from penstock.types.outputs import TokenDelta, TokenLogprob
 from penstock.types.request import FinishReason, Request, client_of
 from penstock.types.stats import EngineCounters
-from penstock.types.step import FROM_DEVICE, LogprobRows, StepPlan, StepResult
+from penstock.types.step import (
+    FROM_DEVICE,
+    CopyBlock,
+    LogprobRows,
+    Move,
+    StepPlan,
+    StepResult,
+)
 
 
 class Scheduler:
@@ -49,6 +56,7 @@ class Scheduler:
         self._free_rows = [list(range(config.max_batch_size))[::-1] for _ in kvs]
         self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._next_step = 0
+        self._late_copies: list[CopyBlock] = []
         self._committed_step = -1
         self._num_arrived = 0
         counters.total_blocks = sum(kv.num_usable for kv in kvs)
@@ -109,12 +117,15 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a step in flight has committed."""
-        draft = Draft(self._next_step, [self._config.max_num_tokens] * len(self._kvs))
+        budgets = [self._config.max_num_tokens] * len(self._kvs)
+        draft = Draft(self._next_step, budgets, self._late_copies)
+        self._late_copies = []
         self._plan_decodes(draft)
         self._plan_chunks(draft)
         self._admit(draft)
         entries = draft.entries
         if not entries:
+            self._late_copies = draft.copies  # of what was preempted
             return None
         self._next_step += 1
         self._in_flight.append((draft.step_id, entries))
@@ -144,7 +155,7 @@ class Scheduler:
             return False
         while kv.shortfall(seq.holder, max_kv_len) > 0:
             victim = self._victim(draft, seq.rank)
-            self._preempt(victim)
+            self._preempt(draft, victim)
             if victim is seq:
                 return False
         if kv.grow(seq.holder, max_kv_len):
@@ -156,11 +167,23 @@ class Scheduler:
     def _victim(self, draft: Draft, rank: int) -> Sequence:
         return next(s for s in reversed(self._running) if s.rank == rank and not draft.has(s))
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, draft: Draft, seq: Sequence) -> None:
         self._counters.preemptions += 1
+        kept = None
+        if seq.has_prefilled and not seq.is_prefilling:
+            assert seq.holder is not None
+            # Its last token has not been fed, or by a step in flight whose result is void.
+            kept, copies = self._kvs[seq.rank].keep(seq.holder, seq.num_tokens - 1)
+            draft.copy(seq.rank, copies)
+            self._counters.kept_blocks += len(copies)
         self._give_back(seq)
-        seq.preempt()
+        seq.preempt(kept)
         self._waiting.add(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        if seq.kept is not None:
+            self._kvs[seq.rank].forget(seq.kept)
+            seq.kept = None
 
     def _plan_chunks(self, draft: Draft) -> None:
         for seq in self._running:
@@ -203,8 +226,10 @@ class Scheduler:
                 return
             if not all(gate.ready(seq.request) for gate in self._gates):
                 continue
-            emptiest = max(ranks, key=lambda r: len(self._free_rows[r]))
-            if not self._start(draft, seq, emptiest):
+            rank = max(ranks, key=lambda r: len(self._free_rows[r]))
+            if seq.kept is not None:
+                rank = seq.rank if seq.rank in ranks else rank
+            if not self._start(draft, seq, rank):
                 return  # first come first served: nobody overtakes a request that waits for room
             self._plan_chunk(draft, seq)
 
@@ -213,22 +238,27 @@ class Scheduler:
         # Prompt log-probabilities need every position computed; otherwise one token must be left.
         needs_all = seq.request.sampling.prompt_logprobs is not None and not seq.has_prefilled
         match = kv.match(seq.request.cache_keys, seq.tokens, 0 if needs_all else seq.num_tokens - 1)
-        if not self._chunk_size(draft, rank, match.num_tokens, seq.num_tokens - match.num_tokens):
+        if rank != seq.rank:
+            self._forget(seq)
+        num_cached = max(match.num_tokens, seq.kept.num_tokens if seq.kept is not None else 0)
+        if not self._chunk_size(draft, rank, num_cached, seq.num_tokens - num_cached):
             return False
         peers = [s for s in self._running if s.rank == rank]
         policy = self._config.capacity_policy
         if not may_start(policy, kv, seq, match, peers, self._lengths, self._overshoot):
             return False
-        holder, copies = kv.open(match, seq.num_tokens)
+        holder, copies = kv.open(match, seq.num_tokens, seq.kept)
+        self._forget(seq)
         self._waiting.remove(seq)
-        seq.start(rank, self._free_rows[rank].pop(), holder, match.num_tokens)
+        seq.start(rank, self._free_rows[rank].pop(), holder, match.num_tokens, num_cached)
         self._running.append(seq)
         self._running.sort(key=lambda s: s.sort_key)
         if seq.life == 0:
             seq.num_cached = match.num_tokens
             self._counters.prefix_query_tokens += seq.num_tokens
             self._counters.prefix_hit_tokens += match.num_tokens
-        draft.join(seq, match.num_tokens, copies)
+        self._counters.fetched_blocks += sum(copy.move is Move.IN for copy in copies)
+        draft.join(seq, num_cached, copies)
         return True
 
     # Up: one result
@@ -238,6 +268,9 @@ class Scheduler:
         step_id, entries = self._in_flight.popleft()
         assert result.step_id == step_id, (result.step_id, step_id)
         deltas: list[TokenDelta] = []
+        if result.error is not None:
+            for seq in self._waiting:  # what the step should have kept of them may be missing
+                self._forget(seq)
         # As lists at once: one number out of an array takes as long as the rest of an entry.
         tokens, numbers = result.token_ids.tolist(), result.num_accepted.tolist()
         for i, entry in enumerate(entries):
@@ -333,6 +366,7 @@ class Scheduler:
 
     def _close(self, seq: Sequence, reason: FinishReason) -> TokenDelta:
         if seq.state is State.WAITING:
+            self._forget(seq)
             self._waiting.remove(seq)
         else:
             self._give_back(seq)

@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from penstock.core.kv.manager import Holder
+from penstock.core.kv.manager import Holder, Kept
 from penstock.core.kv.prefix_index import Tokens
 from penstock.types.outputs import TokenLogprob
 from penstock.types.request import Request
@@ -50,6 +50,7 @@ class Sequence:
         self.num_reported = 0  # output tokens that were sent in deltas
         self.unreported_logprobs: list[TokenLogprob] = []
         self.has_prefilled = False  # its prompt was computed and committed at least once
+        self.kept: Kept | None = None  # of its last life, on the rank it had
 
     @property
     def id(self) -> int:
@@ -77,16 +78,18 @@ class Sequence:
         """Whether one more decode can be of use; those in flight count as one token each."""
         return self.num_output + self.num_pending < self.request.max_tokens
 
-    def start(self, rank: int, row: int, holder: Holder, num_cached: int) -> None:
+    def start(self, rank: int, row: int, holder: Holder, num_shared: int, num_cached: int) -> None:
         self._move(State.RUNNING)
         self.rank, self.row, self.holder = rank, row, holder
         self.num_prefill = self.num_tokens
-        self.num_shared = self.num_planned = num_cached
+        self.num_shared, self.num_planned, self.kept = num_shared, num_cached, None
 
-    def preempt(self) -> None:
-        """Back to waiting; it will compute its text again and results in flight are void."""
+    def preempt(self, kept: Kept | None) -> None:
+        """Back to waiting; it will compute what is not kept again and results in flight are
+        void."""
         self._move(State.WAITING)
         self.life += 1
+        self.kept = kept
         self._leave()
 
     def finish(self) -> None:

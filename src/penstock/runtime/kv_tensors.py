@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.cache_groups import LayerGroup
-from penstock.types.step import CacheOp
+from penstock.types.step import CacheOp, Move
 
 
 class KVTensors:
@@ -31,12 +31,31 @@ class KVTensors:
                 layer.group = number
                 layer.bind_cache(*(plane_LB[at] for plane_LB in planes))
             self._groups.append(planes)
+        self._places: dict[tuple[int, int], list[Tensor]] = {}  # of a group, by number
 
     def apply(self, ops: Iterable[CacheOp]) -> None:
-        """Run a plan's cache operations, in order."""
+        """Run a plan's cache operations, in order; the host waits for none of them."""
         for op in ops:
-            for plane_LB in self._groups[op.group]:
-                plane_LB[:, op.dst].copy_(plane_LB[:, op.src])
+            planes = self._groups[op.group]
+            match op.move:
+                case Move.WITHIN:
+                    for plane_LB in planes:
+                        plane_LB[:, op.dst].copy_(plane_LB[:, op.src])
+                case Move.OUT:
+                    for plane_LB, host_L in zip(planes, self._place(op.group, op.dst), strict=True):
+                        host_L.copy_(plane_LB[:, op.src], non_blocking=True)
+                case Move.IN:
+                    for plane_LB, host_L in zip(planes, self._place(op.group, op.src), strict=True):
+                        plane_LB[:, op.dst].copy_(host_L, non_blocking=True)
+
+    def _place(self, group: int, number: int) -> list[Tensor]:
+        """Host memory for one block of all layers, taken at its first use."""
+        if (group, number) not in self._places:
+            self._places[group, number] = [
+                torch.empty(plane_LB[:, 0].shape, dtype=plane_LB.dtype, pin_memory=plane_LB.is_cuda)
+                for plane_LB in self._groups[group]
+            ]
+        return self._places[group, number]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ rank.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,14 @@ class RowJoin:
     stop_ids: tuple[int, ...]
 
 
+class Move(IntEnum):
+    """From where to where a block is copied."""
+
+    WITHIN = 0  # from one block of the cache to another
+    OUT = 1  # from a block to a place in host memory
+    IN = 2  # from a place to a block
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBlock:
     """Cache operation: dst becomes a copy of src in one cache group, before the forward."""
@@ -47,9 +56,10 @@ class CopyBlock:
     group: int
     src: int
     dst: int
+    move: Move = Move.WITHIN
 
 
-CacheOp = CopyBlock  # a union once there is a second operation
+CacheOp = CopyBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

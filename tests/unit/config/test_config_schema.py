@@ -190,7 +190,7 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
         config = EngineConfig(
             enable_attention_dp=True,
             moe_config={"backend": "WIDEEP", "load_balancer": {"num_slots": 288}},
-            kv_cache_config={"dtype": "nvfp4", "host_cache_size": 10},
+            kv_cache_config={"dtype": "nvfp4", "event_buffer_max_size": 10},
             trust_remote_code=True,
             use_cute_dsl_blockscaling_mm=True,
         )
@@ -199,7 +199,7 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
         "enable_attention_dp",
         "moe_config.load_balancer",
         "kv_cache_config.dtype: nvfp4",
-        "kv_cache_config.host_cache_size",
+        "kv_cache_config.event_buffer_max_size",
         "trust_remote_code",
         "use_cute_dsl_blockscaling_mm",
     ]

@@ -16,6 +16,7 @@ from penstock.core.kv.groups import NO_BLOCK, FullGroup, StateGroup, WindowGroup
 from penstock.core.kv.invariants import check
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
+from penstock.core.plan import Draft
 from penstock.core.scheduler import Scheduler
 from penstock.ipc.messages import Abort, ClientLeft, Deltas, Stats, Submit
 from penstock.types.request import FinishReason, Request, request_id
@@ -46,6 +47,7 @@ class Engine:
         tokens_per_decode=1,
         window=None,
         num_states=None,
+        num_places=0,
         **changes,
     ):
         self.config = run_config(**changes)
@@ -71,7 +73,7 @@ class Engine:
                         c.block_reuse,
                     )
                 )
-            self.kvs.append(KVManager(own))
+            self.kvs.append(KVManager(own, num_places))
         self.scheduler = Scheduler(c, self.kvs, self.counters, tokens_per_decode=tokens_per_decode)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
         windows = [None]
@@ -121,7 +123,10 @@ class Engine:
 
     def check(self):
         for rank, kv in enumerate(self.kvs):
-            check(kv, [s.holder for s in self.scheduler.running if s.rank == rank])
+            kept = [
+                s.kept for s in self.scheduler._waiting if s.rank == rank and s.kept is not None
+            ]
+            check(kv, [s.holder for s in self.scheduler.running if s.rank == rank], kept)
 
     def run_dry(self, limit=5000):
         for _ in range(limit):
@@ -133,6 +138,7 @@ class Engine:
     def assert_empty(self):
         assert all(kv.num_held == 0 for kv in self.kvs)
         assert all(g.pool.num_quarantined == 0 for kv in self.kvs for g in kv.groups)
+        assert all(kv.num_free_places == kv.num_places for kv in self.kvs)
         for rows in self.scheduler._free_rows:
             assert sorted(rows) == list(range(self.config.max_batch_size))
 
@@ -213,6 +219,56 @@ def test_a_full_pool_preempts_the_youngest_and_everybody_still_gets_the_right_to
     assert engine.counters.preemptions >= 1
     for rid, prompt in zip(rids, prompts, strict=True):
         assert engine.tokens[rid] == oracle(prompt, 20)
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_what_host_memory_keeps_of_a_preempted_request_is_not_computed_again(depth, reuse):
+    def run(num_places):
+        engine = Engine(
+            num_blocks=9, depth=depth, max_num_tokens=32, block_reuse=reuse, num_places=num_places
+        )
+        prompts = [(i, i + 1, i + 2, i + 3) for i in range(3)]
+        rids = [engine.submit(p, max_tokens=20) for p in prompts]
+        engine.run_dry()
+        for rid, prompt in zip(rids, prompts, strict=True):
+            assert engine.tokens[rid] == oracle(prompt, 20)
+        engine.assert_empty()
+        return engine.counters
+
+    without, some, enough = run(0), run(5), run(40)
+    assert without.preemptions >= 1 and without.kept_blocks == without.fetched_blocks == 0
+    assert enough.kept_blocks > 0 and 0 < enough.fetched_blocks <= enough.kept_blocks
+    assert enough.prompt_tokens == 12 + enough.preemptions  # one token of each that comes back
+    assert enough.prompt_tokens < some.prompt_tokens <= without.prompt_tokens
+
+
+def test_an_abort_gives_back_what_host_memory_keeps():
+    engine = Engine(num_blocks=9, max_num_tokens=32, num_places=40)
+    rids = [engine.submit((i, i + 1, i + 2, i + 3), max_tokens=20) for i in range(3)]
+    while not engine.counters.kept_blocks:
+        engine.turn()
+    assert engine.kvs[0].num_free_places < 40
+    engine.inbox.append(Abort(request_ids=tuple(rids)))
+    engine.turn()
+    engine.run_dry()
+    engine.assert_empty()
+
+
+def test_after_a_failed_step_nothing_is_taken_from_host_memory():
+    engine = Engine(num_blocks=9, max_num_tokens=32, num_places=40)
+    prompts = [(i, i + 1, i + 2, i + 3) for i in range(3)]
+    rids = [engine.submit(p, max_tokens=20) for p in prompts]
+    while not engine.counters.kept_blocks:
+        engine.turn()
+    object.__setattr__(engine.device.handles[-1].result, "error", "out of memory")
+    engine.run_dry()
+    ends = [engine.ends[rid] for rid in rids]
+    assert ends.count([FinishReason.ERROR]) == 2 and ends.count([FinishReason.LENGTH]) == 1
+    survivor = ends.index([FinishReason.LENGTH])
+    assert engine.tokens[rids[survivor]] == oracle(prompts[survivor], 20)
+    assert engine.counters.fetched_blocks == 0
     engine.assert_empty()
 
 
@@ -368,18 +424,21 @@ traffic = st.lists(
     policy=st.sampled_from(CapacityPolicy),
     window=st.sampled_from([None, None, 1, 3, 6, 9]),
     num_states=st.sampled_from([None, None, 0, 1, 3, 20]),
+    num_places=st.sampled_from([0, 3, 100]),
+    reuse=st.booleans(),
 )
 def test_any_traffic_gives_every_request_its_tokens_and_one_end(
     events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy, window,
-    num_states,
+    num_states, num_places, reuse,
 ):  # fmt: skip
     if num_states is not None:
         tokens_per_decode = 1  # a state cannot go back to before a rejected token
     engine = Engine(
         num_blocks=num_blocks, num_ranks=num_ranks, tokens_per_decode=tokens_per_decode,
         accept=lambda text: 1 + sum(text) % 3, depth=depth, chunked_prefill=chunked,
-        max_num_tokens=20 if not chunked else 7, partial_reuse=partial, capacity_policy=policy,
-        window=window, num_states=num_states,
+        max_num_tokens=20 if not chunked else 7, block_reuse=reuse,
+        partial_reuse=reuse and partial, capacity_policy=policy, window=window,
+        num_states=num_states, num_places=num_places,
     )  # fmt: skip
     asked: dict[int, tuple] = {}
     for event in events:
@@ -555,7 +614,7 @@ def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_a
     engine.turn()
     seq = engine.scheduler.running[0]
     assert seq.num_in_flight == 2
-    engine.scheduler._preempt(seq)
+    engine.scheduler._preempt(Draft(0, [0]), seq)
     engine.turn()
     assert seq.num_in_flight == 1 and len(engine.loop._steps) == 3
     engine.run_dry()

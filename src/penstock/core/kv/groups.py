@@ -45,6 +45,7 @@ class GroupMatch:
 
 class CacheGroup(Protocol):
     pool: BlockPool
+    block_size: int  # tokens
 
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
         """The longest prefix, at most `limit` tokens, this group could take over."""
@@ -269,7 +270,7 @@ class StateGroup:
         self, num_blocks: int, block_size: int, interval: int, max_rows: int, reuse: bool
     ) -> None:
         assert interval % block_size == 0, (interval, block_size)
-        self._block_size = block_size  # of the digests
+        self.block_size = block_size  # of the digests
         self._interval = interval
         self._num_kept = num_blocks - self.blocks_needed(max_rows)
         self._reuse = reuse and self._num_kept > 0
@@ -285,15 +286,15 @@ class StateGroup:
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
         digests = [root_digest(keys)]
         num_tokens, copy_from = 0, None
-        for start in range(0, limit + 1 if self._copies else 0, self._block_size):
+        for start in range(0, limit + 1 if self._copies else 0, self.block_size):
             if start:
-                block_tokens = tokens[start - self._block_size : start]
+                block_tokens = tokens[start - self.block_size : start]
                 digests.append(next_digest(digests[-1], block_tokens))
             for rest, block in self._copies.get(digests[-1], {}).items():
                 end = start + len(rest) // tokens.itemsize
                 if num_tokens < end <= limit and tokens[start:end].tobytes() == rest:
                     num_tokens, copy_from = end, block
-        num_full = num_tokens // self._block_size
+        num_full = num_tokens // self.block_size
         return GroupMatch(num_tokens, tuple(digests[: num_full + 1]), (), copy_from)
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
@@ -338,12 +339,12 @@ class StateGroup:
         is_wanted = num_computed in wanted or num_computed % self._interval == 0
         if not self._reuse or num_computed == 0 or not is_wanted:
             return []
-        num_full = num_computed // self._block_size
+        num_full = num_computed // self.block_size
         for i in range(len(table.digests) - 1, num_full):
-            block_tokens = tokens[i * self._block_size : (i + 1) * self._block_size]
+            block_tokens = tokens[i * self.block_size : (i + 1) * self.block_size]
             table.digests.append(next_digest(table.digests[i], block_tokens))
         digest = table.digests[num_full]
-        rest = tokens[num_full * self._block_size : num_computed].tobytes()
+        rest = tokens[num_full * self.block_size : num_computed].tobytes()
         if (known := self._copies.get(digest, {}).get(rest)) is not None:
             self.pool.touch(known)
             return []
@@ -363,7 +364,7 @@ class StateGroup:
 
     def _before_answer(self, end: int) -> int:
         """The last full block of a prompt of `end` tokens that the next turn of a chat repeats."""
-        return max(0, end - _OPENING_TOKENS) // self._block_size * self._block_size
+        return max(0, end - _OPENING_TOKENS) // self.block_size * self.block_size
 
     def _forget(self, block: int) -> None:
         digest, rest = self._place_of.pop(block)

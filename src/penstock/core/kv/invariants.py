@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from penstock.core.kv.groups import NO_BLOCK
-from penstock.core.kv.manager import Holder, KVManager
+from penstock.core.kv.manager import Holder, Kept, KVManager
 from penstock.types.cache_spec import RESERVED_BLOCKS
 
 
-def check(kv: KVManager, holders: Iterable[Holder]) -> None:
-    """No block lost, none in two places, reference counts equal to the holders that really hold."""
+def check(kv: KVManager, holders: Iterable[Holder], kept: Iterable[Kept] = ()) -> None:
+    """No block lost, none in two places, reference counts equal to the holders that really hold;
+    the same of places in host memory."""
+    places = [*kv._free_places, *(place for one in kept for place in one.places)]
+    assert sorted(places) == list(range(kv.num_places)), "a place is lost, or taken twice"
     holders = list(holders)
     for g, group in enumerate(kv.groups):
         pool = group.pool

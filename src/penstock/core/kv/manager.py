@@ -5,10 +5,11 @@ requests, rows or steps beyond their number.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.core.kv.groups import CacheGroup, GroupMatch, GroupTable
 from penstock.core.kv.prefix_index import Tokens
+from penstock.types.step import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,15 @@ class BlockCopy:
     group: int
     src: int
     dst: int
+    move: Move = Move.WITHIN
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The first tokens of a text whose holder had to leave: copies of its blocks in host memory."""
+
+    num_tokens: int
+    places: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -48,8 +58,12 @@ class Holder:
 
 
 class KVManager:
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+    """`num_places`: blocks that host memory has room for, if every group keeps all tokens."""
+
+    def __init__(self, groups: Sequence[CacheGroup], num_places: int = 0) -> None:
         self.groups = tuple(groups)
+        self.num_places = num_places if len(groups) == 1 else 0
+        self._free_places = list(range(self.num_places))[::-1]
 
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> PrefixMatch:
         """The longest prefix, at most `limit` tokens, that every group can take over."""
@@ -73,15 +87,46 @@ class KVManager:
             for group, part in zip(self.groups, match.groups, strict=True)
         )
 
-    def open(self, match: PrefixMatch, num_tokens: int) -> tuple[Holder, list[BlockCopy]]:
-        """A holder for a text of `num_tokens`, the matched ones taken over; `grow` before use."""
+    def open(
+        self, match: PrefixMatch, num_tokens: int, kept: Kept | None = None
+    ) -> tuple[Holder, list[BlockCopy]]:
+        """A holder for a text of `num_tokens`, the matched ones taken over, and those `kept` beyond
+        them; `grow` before use."""
+        is_kept_more = kept is not None and kept.num_tokens > match.num_tokens
         tables, copies = [], []
         for g, (group, part) in enumerate(zip(self.groups, match.groups, strict=True)):
-            table, pairs = group.open(part)
+            table, pairs = group.open(replace(part, copy_from=None) if is_kept_more else part)
             group.reserve(table, num_tokens)
             tables.append(table)
             copies += [BlockCopy(g, src, dst) for src, dst in pairs]
+            if kept is not None and is_kept_more:
+                first = len(part.shared)
+                back = zip(kept.places[first:], table.blocks[first:], strict=False)
+                copies += [BlockCopy(g, place, block, Move.IN) for place, block in back]
         return Holder(tuple(tables), [0] * len(tables)), copies
+
+    def keep(self, holder: Holder, num_tokens: int) -> tuple[Kept | None, list[BlockCopy]]:
+        """Copies of the blocks of the first tokens, for a holder that is about to close; None where
+        host memory has no room."""
+        blocks = holder.tables[0].blocks[: self.groups[0].most_blocks(num_tokens)]
+        if not 0 < len(blocks) <= len(self._free_places):
+            return None, []
+        places = [self._free_places.pop() for _ in blocks]
+        out = [BlockCopy(0, *pair, Move.OUT) for pair in zip(blocks, places, strict=True)]
+        return Kept(num_tokens, tuple(places)), out
+
+    def forget(self, kept: Kept) -> None:
+        """Its places may be taken at once: copies are made in the order in which they are asked."""
+        self._free_places += kept.places
+
+    @property
+    def num_free_places(self) -> int:
+        return len(self._free_places)
+
+    @property
+    def num_host_tokens(self) -> int:
+        """That host memory can take over."""
+        return self.num_free_places * self.groups[0].block_size
 
     def needs_blocks(self, holder: Holder, num_tokens: int) -> bool:
         return any(group.num_missing(table, num_tokens) for group, table in self._tables(holder))
