@@ -231,11 +231,12 @@ def main() -> None:
     names = [name for name in names if name not in args.skip]
     if ATTENTION in names:
         names[:] = [*ATTENTION_PARTS, *(name for name in names if name != ATTENTION)]
+    results = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(run_apart, names))
-    for _, num_failed, said in sorted(results, key=lambda result: -result[1]):
-        if num_failed:
-            print(said.strip())
+        for done in concurrent.futures.as_completed(pool.submit(run_apart, name) for name in names):
+            name, num_failed, said = done.result()
+            results.append((name, num_failed, said))
+            print(said.strip() if num_failed else f"{name}: {said.strip()}", flush=True)
     failed = [name for name, num_failed, _ in results if num_failed]
     seconds = time.monotonic() - began
     total = sum(int(said.rsplit("compared ", 1)[-1]) for _, n, said in results if not n)

@@ -111,7 +111,9 @@ def compile_attention(device: torch.device) -> None:
         AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
         *sink_cases((40, 700), ((50, 90),), 128),
     ):
-        get_backend("triton").attend(*make_attention(case, torch.bfloat16, device).unpack())
+        args = make_attention(case, torch.bfloat16, device).unpack()
+        for out_scale_1 in (None, torch.ones(1, device=device)):
+            get_backend("triton").attend(*args, out_scale_1)
 
 
 def compile_sampling(device: torch.device) -> None:
