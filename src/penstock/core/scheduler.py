@@ -227,8 +227,8 @@ class Scheduler:
             if not all(gate.ready(seq.request) for gate in self._gates):
                 continue
             rank = max(ranks, key=lambda r: len(self._free_rows[r]))
-            if seq.kept is not None:
-                rank = seq.rank if seq.rank in ranks else rank
+            if seq.kept is not None and seq.rank in ranks:
+                rank = seq.rank
             if not self._start(draft, seq, rank):
                 return  # first come first served: nobody overtakes a request that waits for room
             self._plan_chunk(draft, seq)

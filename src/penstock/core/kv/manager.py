@@ -92,17 +92,18 @@ class KVManager:
     ) -> tuple[Holder, list[BlockCopy]]:
         """A holder for a text of `num_tokens`, the matched ones taken over, and those `kept` beyond
         them; `grow` before use."""
-        is_kept_more = kept is not None and kept.num_tokens > match.num_tokens
+        places: tuple[int, ...] = ()
+        if kept is not None and kept.num_tokens > match.num_tokens:
+            places = kept.places
         tables, copies = [], []
         for g, (group, part) in enumerate(zip(self.groups, match.groups, strict=True)):
-            table, pairs = group.open(replace(part, copy_from=None) if is_kept_more else part)
+            table, pairs = group.open(replace(part, copy_from=None) if places else part)
             group.reserve(table, num_tokens)
             tables.append(table)
             copies += [BlockCopy(g, src, dst) for src, dst in pairs]
-            if kept is not None and is_kept_more:
-                first = len(part.shared)
-                back = zip(kept.places[first:], table.blocks[first:], strict=False)
-                copies += [BlockCopy(g, place, block, Move.IN) for place, block in back]
+            first = len(part.shared)
+            back = zip(places[first:], table.blocks[first:], strict=False)
+            copies += [BlockCopy(g, place, block, Move.IN) for place, block in back]
         return Holder(tuple(tables), [0] * len(tables)), copies
 
     def keep(self, holder: Holder, num_tokens: int) -> tuple[Kept | None, list[BlockCopy]]:
