@@ -162,6 +162,11 @@ class Engine:
         num_places = config.host_cache_bytes // loaded.groups[0].block_bytes(
             config.tokens_per_block
         )
+        if num_places and len(groups) > 1:
+            _log.warning(
+                "kv_cache_config.host_cache_size is not used: this model has windows or states, "
+                "whose blocks are not moved to host memory"
+            )
         self.scheduler = Scheduler(config, [KVManager(groups, num_places)], counters)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
 

@@ -173,7 +173,8 @@ class Scheduler:
         if seq.has_prefilled and not seq.is_prefilling:
             assert seq.holder is not None
             # Its last token has not been fed, or by a step in flight whose result is void.
-            kept, copies = self._kvs[seq.rank].keep(seq.holder, seq.num_tokens - 1)
+            kv = self._kvs[seq.rank]
+            kept, copies = kv.keep(seq.holder, seq.num_tokens - 1, draft.step_id)
             draft.copy(seq.rank, copies)
             self._counters.kept_blocks += len(copies)
         self._give_back(seq)
@@ -238,16 +239,17 @@ class Scheduler:
         # Prompt log-probabilities need every position computed; otherwise one token must be left.
         needs_all = seq.request.sampling.prompt_logprobs is not None and not seq.has_prefilled
         match = kv.match(seq.request.cache_keys, seq.tokens, 0 if needs_all else seq.num_tokens - 1)
-        if rank != seq.rank:
-            self._forget(seq)
-        num_cached = max(match.num_tokens, seq.kept.num_tokens if seq.kept is not None else 0)
+        kept = seq.kept if rank == seq.rank else None
+        if kept is not None and self._committed_step < kept.step < draft.step_id:
+            return False  # a step in flight that fails has not kept it
+        num_cached = max(match.num_tokens, kept.num_tokens if kept is not None else 0)
         if not self._chunk_size(draft, rank, num_cached, seq.num_tokens - num_cached):
             return False
         peers = [s for s in self._running if s.rank == rank]
         policy = self._config.capacity_policy
         if not may_start(policy, kv, seq, match, peers, self._lengths, self._overshoot):
             return False
-        holder, copies = kv.open(match, seq.num_tokens, seq.kept)
+        holder, copies = kv.open(match, seq.num_tokens, kept)
         self._forget(seq)
         self._waiting.remove(seq)
         seq.start(rank, self._free_rows[rank].pop(), holder, match.num_tokens, num_cached)

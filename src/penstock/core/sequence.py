@@ -82,7 +82,7 @@ class Sequence:
         self._move(State.RUNNING)
         self.rank, self.row, self.holder = rank, row, holder
         self.num_prefill = self.num_tokens
-        self.num_shared, self.num_planned, self.kept = num_shared, num_cached, None
+        self.num_shared, self.num_planned = num_shared, num_cached
 
     def preempt(self, kept: Kept | None) -> None:
         """Back to waiting; it will compute what is not kept again and results in flight are

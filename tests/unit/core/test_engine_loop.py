@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict, deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from penstock.ipc.messages import Abort, ClientLeft, Deltas, Stats, Submit
 from penstock.types.request import FinishReason, Request, request_id
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineCounters
+from penstock.types.step import Move
 
 
 def run_config(**changes) -> RunConfig:
@@ -269,6 +271,46 @@ def test_after_a_failed_step_nothing_is_taken_from_host_memory():
     survivor = ends.index([FinishReason.LENGTH])
     assert engine.tokens[rids[survivor]] == oracle(prompts[survivor], 20)
     assert engine.counters.fetched_blocks == 0
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("depth", "lengths", "nth"),
+    [
+        (2, [(12, 12), (8, 8), (6, 11), (8, 4), (3, 5), (5, 5)], 1),
+        (4, [(9, 22), (7, 12), (9, 15), (8, 16), (2, 10)], 2),
+    ],
+)
+def test_what_a_failed_step_should_have_kept_is_never_taken_back(monkeypatch, depth, lengths, nth):
+    """Although there is room for it again before the failure is known."""
+    engine = Engine(
+        num_blocks=13, depth=depth, max_num_tokens=32, max_batch_size=6, num_places=60
+    )  # fmt: skip
+    forward, sample = engine.device.forward, engine.device.sample
+    steps_out: list[int] = []
+
+    def without_copies(plan):
+        if {op.move for op in plan.cache_ops} == {Move.OUT}:
+            steps_out.append(plan.step_id)
+            if len(steps_out) == nth + 1:
+                plan = replace(plan, cache_ops=())
+        forward(plan)
+
+    def failing(step_id, late):
+        handle = sample(step_id, late)
+        if steps_out[nth : nth + 1] == [step_id]:
+            object.__setattr__(handle.result, "error", "out of memory")
+        return handle
+
+    monkeypatch.setattr(engine.device, "forward", without_copies)
+    monkeypatch.setattr(engine.device, "sample", failing)
+    prompts = [tuple((i * 7 + j) % 50 for j in range(num)) for i, (num, _) in enumerate(lengths)]
+    rids = [engine.submit(p, m) for p, (_, m) in zip(prompts, lengths, strict=True)]
+    engine.run_dry()
+    assert len(steps_out) > nth and engine.counters.failed
+    for rid, prompt, (_, max_tokens) in zip(rids, prompts, lengths, strict=True):
+        if engine.ends[rid] != [FinishReason.ERROR]:
+            assert engine.tokens[rid] == oracle(prompt, max_tokens)
     engine.assert_empty()
 
 

@@ -39,6 +39,7 @@ class Kept:
 
     num_tokens: int
     places: tuple[int, ...]
+    step: int  # before which they are made
 
 
 @dataclass(slots=True)
@@ -106,15 +107,17 @@ class KVManager:
             copies += [BlockCopy(g, place, block, Move.IN) for place, block in back]
         return Holder(tuple(tables), [0] * len(tables)), copies
 
-    def keep(self, holder: Holder, num_tokens: int) -> tuple[Kept | None, list[BlockCopy]]:
-        """Copies of the blocks of the first tokens, for a holder that is about to close; None where
-        host memory has no room."""
+    def keep(
+        self, holder: Holder, num_tokens: int, step: int
+    ) -> tuple[Kept | None, list[BlockCopy]]:
+        """Copies of the blocks of the first tokens, made before `step`, for a holder that is about
+        to close; None where host memory has no room."""
         blocks = holder.tables[0].blocks[: self.groups[0].most_blocks(num_tokens)]
         if not 0 < len(blocks) <= len(self._free_places):
             return None, []
         places = [self._free_places.pop() for _ in blocks]
         out = [BlockCopy(0, *pair, Move.OUT) for pair in zip(blocks, places, strict=True)]
-        return Kept(num_tokens, tuple(places)), out
+        return Kept(num_tokens, tuple(places), step), out
 
     def forget(self, kept: Kept) -> None:
         """Its places may be taken at once: copies are made in the order in which they are asked."""
