@@ -147,6 +147,11 @@ class Engine:
                 0, self.config.tp_size, self._ranks.meeting_point, rank_device(self.config, 0)
             )
         loaded = load_rank(self.config, self.spec, mesh, timeline)
+        if config.kv_cache_config.host_cache_size and len(loaded.groups) > 1:
+            _log.warning(
+                "kv_cache_config.host_cache_size is not used: this model has windows or states, "
+                "whose blocks are not moved to host memory"
+            )
         cache, weights = self._ranks.agree(loaded.memory.size)
         self.config = _limited(self.config, cache)
         runner = finish_rank(loaded, self.config, self.spec, cache, timeline)
@@ -162,11 +167,6 @@ class Engine:
         num_places = config.host_cache_bytes // loaded.groups[0].block_bytes(
             config.tokens_per_block
         )
-        if num_places and len(groups) > 1:
-            _log.warning(
-                "kv_cache_config.host_cache_size is not used: this model has windows or states, "
-                "whose blocks are not moved to host memory"
-            )
         self.scheduler = Scheduler(config, [KVManager(groups, num_places)], counters)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
 

@@ -1,6 +1,7 @@
 """Every attention backend against the reference backend."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -102,11 +103,32 @@ def test_a_result_of_8_bit_floats_is_the_usual_one_rounded(
     found = get_backend(name).attend(*args.unpack(), scale_1)
     assert found.dtype == torch.float8_e4m3fn and found.is_contiguous()
     assert usual.abs().max() > 0.448
-    in_kernel = name == "triton" and case.num_decodes == len(case.entries)
     # Triton's interpreter rounds to 8-bit floats in its own way.
-    quantize = quantize_fp8.implementations()["triton"].run if in_kernel else quantize_fp8
-    expected, _ = quantize(usual.flatten(1), scale_1, 0)
-    assert torch.equal(found.flatten(1).float(), expected.float())
+    in_kernel = case.num_decodes if name == "triton" else 0
+    ways = (quantize_fp8.implementations()["triton"].run, quantize_fp8)
+    parts = zip(ways, usual.flatten(1).tensor_split([in_kernel]), strict=True)
+    expected = torch.cat([way(part, scale_1, 0)[0].float() for way, part in parts if len(part)])
+    assert torch.equal(found.flatten(1).float(), expected)
+
+
+def test_decodes_beside_prompts_take_the_kernel_that_those_in_graphs_do(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be compiled when the first prompt comes beside an answer."""
+    from penstock.kernels.attention import triton
+
+    given: list[torch.dtype] = []
+
+    def decode(*args: Any, **kwargs: Any) -> None:
+        given.append(args[6].dtype)
+        triton_decode.decode(*args, **kwargs)
+
+    monkeypatch.setattr(triton, "decode", decode)
+    for scale_1 in (None, torch.ones(1, device=device)):
+        for case in (decodes(33, 100), AttentionCase(((1, 33), (1, 100), (20, 20)), 2)):
+            args = make_attention(case, torch.float16, device)
+            get_backend("triton").attend(*args.unpack(), scale_1)
+    assert given == [torch.float16] * 2 + [torch.float8_e4m3fn] * 2
 
 
 def test_a_long_sequence_has_more_splits_than_are_added_up_at_once(device: torch.device) -> None:

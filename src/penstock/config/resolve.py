@@ -21,6 +21,7 @@ _FP8 = "float8_e4m3fn"
 _GPU_ROWS, _CPU_ROWS = 2048, 64
 _GPU_TOKENS, _CPU_TOKENS = 8192, 2048
 _MAX_HOST_THREADS = 8
+_HOST_CACHE_PART = 8  # of host memory, for the cache of requests that had to leave it
 _BACKENDS = ("reference", "sdpa", "triton")
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ def resolve(
         state_interval=kv.mamba_state_cache_interval,
         state_copy_share=kv.mamba_state_cache_fraction,
         state_cpu_bytes=state_cpu_bytes,
-        host_cache_bytes=kv.host_cache_size or 0,
+        host_cache_bytes=choices.add("host_cache_bytes", _host_cache(config, device, kind)),
         attention_backend=backend,
         coarse_products=is_coarse,
         quantization=quantization,
@@ -365,6 +366,15 @@ def _max_seq_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int | None)
         reason = f"lowered from {length} to what the cache holds; raise kv_cache_config.max_tokens"
         length = pool_tokens
     return length, reason
+
+
+def _host_cache(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[int]:
+    if (size := config.kv_cache_config.host_cache_size) is not None:
+        return size, "set by kv_cache_config.host_cache_size"
+    if kind == "cpu":
+        return 0, "the cache is in host memory"
+    share = device.host_bytes // _HOST_CACHE_PART // config.tensor_parallel_size
+    return share, f"{config.tensor_parallel_size} rank(s), 1/{_HOST_CACHE_PART} of host memory"
 
 
 def _num_threads(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[int]:

@@ -29,6 +29,7 @@ def probe() -> DeviceInfo:
         num_devices=torch.cuda.device_count(),
         total_bytes=total_bytes,
         free_bytes=free_bytes,
+        host_bytes=_host_bytes(),
         num_sms=properties.multi_processor_count,
         num_threads=_num_usable_cores(),
         torch_version=torch.__version__,
@@ -48,14 +49,14 @@ def shared_bytes() -> int:
 
 
 def _probe_cpu() -> DeviceInfo:
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
     return DeviceInfo(
         kind="cpu",
         name=platform.processor() or platform.machine(),
         arch=0,
         num_devices=1,
-        total_bytes=_usable_bytes(page_bytes * os.sysconf("SC_PHYS_PAGES")),
-        free_bytes=page_bytes * os.sysconf("SC_AVPHYS_PAGES"),
+        total_bytes=_host_bytes(),
+        free_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"),
+        host_bytes=_host_bytes(),
         num_sms=0,
         num_threads=_num_usable_cores(),
         torch_version=torch.__version__,
@@ -73,6 +74,10 @@ def _num_usable_cores() -> int:
         case [quota, period] if quota.isdigit():
             num_cores = min(num_cores, max(1, int(quota) // int(period)))
     return num_cores
+
+
+def _host_bytes() -> int:
+    return _usable_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _usable_bytes(total_bytes: int) -> int:

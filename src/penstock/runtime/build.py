@@ -368,7 +368,7 @@ def _wire(
     block_size = config.tokens_per_block
     paged = [not group.has_states for group in groups]
     rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged)
-    kv = KVTensors(groups, num_blocks, block_size, device)
+    kv = KVTensors(groups, num_blocks, block_size, device, config.host_cache_bytes)
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed)
     return ModelRunner(model, rows, kv, sampler, mesh), rows
 

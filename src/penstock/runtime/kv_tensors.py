@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.cache_groups import LayerGroup
+from penstock.runtime.host_blocks import HostBlocks
 from penstock.types.step import CacheOp, Move
 
 
@@ -20,6 +21,7 @@ class KVTensors:
         num_blocks: Sequence[int],
         block_size: int,
         device: torch.device,
+        host_bytes: int = 0,
     ) -> None:
         self._groups: list[list[Tensor]] = []  # the planes of each group, [L, B, ...]
         for number, (group, num) in enumerate(zip(groups, num_blocks, strict=True)):
@@ -31,7 +33,7 @@ class KVTensors:
                 layer.group = number
                 layer.bind_cache(*(plane_LB[at] for plane_LB in planes))
             self._groups.append(planes)
-        self._places: dict[tuple[int, int], list[Tensor]] = {}  # of a group, by number
+        self._host = [HostBlocks(planes, host_bytes) for planes in self._groups]
 
     def apply(self, ops: Iterable[CacheOp]) -> None:
         """Run a plan's cache operations, in order; the host waits for none of them."""
@@ -42,20 +44,11 @@ class KVTensors:
                     for plane_LB in planes:
                         plane_LB[:, op.dst].copy_(plane_LB[:, op.src])
                 case Move.OUT:
-                    for plane_LB, host_L in zip(planes, self._place(op.group, op.dst), strict=True):
+                    for plane_LB, host_L in zip(planes, self._host[op.group][op.dst], strict=True):
                         host_L.copy_(plane_LB[:, op.src], non_blocking=True)
                 case Move.IN:
-                    for plane_LB, host_L in zip(planes, self._place(op.group, op.src), strict=True):
+                    for plane_LB, host_L in zip(planes, self._host[op.group][op.src], strict=True):
                         plane_LB[:, op.dst].copy_(host_L, non_blocking=True)
-
-    def _place(self, group: int, number: int) -> list[Tensor]:
-        """Host memory for one block of all layers, taken at its first use."""
-        if (group, number) not in self._places:
-            self._places[group, number] = [
-                torch.empty(plane_LB[:, 0].shape, dtype=plane_LB.dtype, pin_memory=plane_LB.is_cuda)
-                for plane_LB in self._groups[group]
-            ]
-        return self._places[group, number]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

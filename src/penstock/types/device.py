@@ -11,6 +11,7 @@ class DeviceInfo:
     num_devices: int
     total_bytes: int  # memory of one device; host memory on a CPU
     free_bytes: int
+    host_bytes: int  # host memory that this process may use
     num_sms: int
     num_threads: int  # physical cores the CPU ops may use
     torch_version: str

@@ -52,6 +52,7 @@ def make_device(kind: str = "cuda", **changes) -> DeviceInfo:
         "num_devices": 1,
         "total_bytes": 140 * GIB if kind == "cuda" else 24 * GIB,
         "free_bytes": 20 * GIB,
+        "host_bytes": 128 * GIB if kind == "cuda" else 24 * GIB,
         "num_sms": 132,
         "num_threads": 16,
         "torch_version": "2.11",
@@ -260,6 +261,15 @@ def test_recipe_graphs_follow_the_batch_limit():
 def test_partial_reuse_needs_reuse():
     config = run(kv_cache_config={"enable_block_reuse": False, "enable_partial_reuse": True})
     assert not config.block_reuse and not config.partial_reuse
+
+
+def test_requests_that_leave_the_cache_have_an_eighth_of_host_memory_unless_set():
+    assert run().host_cache_bytes == 16 * GIB
+    two = run(replace(GPU, num_devices=2), tensor_parallel_size=2)
+    assert two.host_cache_bytes == 8 * GIB and "2 rank(s)" in reason(two, "host_cache_bytes")
+    assert run(kv_cache_config={"host_cache_size": 0}).host_cache_bytes == 0
+    assert run(kv_cache_config={"host_cache_size": 5}).host_cache_bytes == 5
+    assert run(CPU).host_cache_bytes == 0
 
 
 def test_scheduling_settings_are_passed_on():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from penstock.runtime import host_blocks
 from penstock.runtime.cache_groups import LayerGroup
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.types.cache_spec import FullKV, LatentKV
@@ -18,7 +19,7 @@ def bound_planes(spec, num_layers: int = 3, num_blocks: int = 6) -> tuple[KVTens
     layers = tuple(
         SimpleNamespace(bind_cache=lambda *own: planes.append(own)) for _ in range(num_layers)
     )
-    kv = KVTensors([LayerGroup(spec=spec, layers=layers)], [num_blocks], 4, DEVICE)
+    kv = KVTensors([LayerGroup(spec=spec, layers=layers)], [num_blocks], 4, DEVICE, 1 << 20)
     for own in planes:
         for plane in own:
             plane.view(torch.uint8).random_()
@@ -35,7 +36,8 @@ def bound_planes(spec, num_layers: int = 3, num_blocks: int = 6) -> tuple[KVTens
     ],
     ids=lambda spec: f"{type(spec).__name__}-{spec.dtype}",
 )
-def test_blocks_come_back_from_host_memory_as_they_were(spec):
+def test_blocks_come_back_from_host_memory_as_they_were(spec, monkeypatch):
+    monkeypatch.setattr(host_blocks, "_SLAB_BYTES", 4096)  # a few blocks
     kv, planes = bound_planes(spec)
 
     def bits(block: int) -> list[torch.Tensor]:
@@ -51,3 +53,18 @@ def test_blocks_come_back_from_host_memory_as_they_were(spec):
     kv.apply([CopyBlock(rank=0, group=0, src=a, dst=b, move=move) for a, b, move in moves])
     for block, expected in ((4, third), (1, second), (2, third), (5, fifth)):
         assert all(map(torch.equal, bits(block), expected)), block
+
+
+def test_host_memory_is_taken_when_needed_and_no_more_than_was_given(monkeypatch):
+    planes = [torch.zeros(2, 5, 100, device=DEVICE)]  # blocks of 800 bytes
+    monkeypatch.setattr(host_blocks, "_SLAB_BYTES", 2000)
+    host = host_blocks.HostBlocks(planes, max_bytes=8000)
+    assert not host._slabs
+    first = host[0]
+    assert [part.shape for part in first] == [(2, 100)]
+    assert len(host._slabs) == 5  # two blocks each
+    assert host[9][0].data_ptr() != host[8][0].data_ptr()
+    assert sum(slab.result().nbytes for slab in host._slabs) == 8000
+    first[0].fill_(1.0)
+    assert host[0][0].eq(1.0).all() and host[1][0].eq(0.0).all()
+    assert host[1][0].is_pinned() == (DEVICE.type == "cuda")

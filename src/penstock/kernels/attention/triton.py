@@ -28,8 +28,7 @@ class TritonAttention:
         out_scale_1: Tensor | None = None,
     ) -> Tensor:
         num_decodes = batch.num_decodes
-        is_rounded = out_scale_1 is not None and num_decodes == batch.num_entries
-        dtype = torch.float8_e4m3fn if is_rounded else q_THD.dtype
+        dtype = q_THD.dtype if out_scale_1 is None else torch.float8_e4m3fn
         out_THD = torch.empty(q_THD.shape, dtype=dtype, device=q_THD.device)
         if num_decodes:
             decode(
@@ -46,20 +45,26 @@ class TritonAttention:
                 scales=scales,
                 out_scale_1=out_scale_1,
             )
-        if batch.num_entries > num_decodes:
-            prefill(
-                q_THD,
-                k_cache_BKSD,
-                v_cache_BKSD,
-                batch.rows_N,
-                batch.query_starts_N1,
-                batch.kv_lens_N,
-                batch.block_table_RM,
-                out_THD,
-                params,
-                num_decodes,
-                batch.max_query_len,
-                sinks_H=sinks_H,
-                scales=scales,
-            )
-        return out_THD if is_rounded else rounded(out_THD, out_scale_1)
+        if num_decodes == batch.num_entries:
+            return out_THD
+        plain_THD = out_THD if out_scale_1 is None else torch.empty_like(q_THD)
+        prefill(
+            q_THD,
+            k_cache_BKSD,
+            v_cache_BKSD,
+            batch.rows_N,
+            batch.query_starts_N1,
+            batch.kv_lens_N,
+            batch.block_table_RM,
+            plain_THD,
+            params,
+            num_decodes,
+            batch.max_query_len,
+            sinks_H=sinks_H,
+            scales=scales,
+        )
+        if not num_decodes or out_scale_1 is None:
+            return rounded(plain_THD, out_scale_1)
+        prompts_THD = rounded(plain_THD[num_decodes:], out_scale_1)
+        out_THD[num_decodes:].view(torch.uint8).copy_(prompts_THD.view(torch.uint8))
+        return out_THD
