@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODELS = ("tiny", "tiny-moe", "tiny-oss", "tiny-next")
+MODELS = ("tiny", "tiny-fp8", "tiny-moe", "tiny-oss", "tiny-next")
 LIKE_REAL_ONES = ("many-r1", "many-r1-eager", "many-r1-nvfp4", "wide-next")
 FOLDERS = [ROOT / "tests" / "fixtures", ROOT / "benchmarks"]
 

@@ -23,7 +23,7 @@ class HostBlocks:
     def __init__(self, planes_LB: Sequence[Tensor], max_bytes: int) -> None:
         self._blocks_L = [plane_LB[:, 0] for plane_LB in planes_LB]
         self._sizes = [block_L.nbytes for block_L in self._blocks_L]
-        self._is_pinned = planes_LB[0].is_cuda
+        self._device = planes_LB[0].device
         num_places = max_bytes // sum(self._sizes)
         self._per_slab = max(1, min(_SLAB_BYTES // sum(self._sizes), num_places))
         self._num_slabs = -(-num_places // self._per_slab)
@@ -50,12 +50,18 @@ class HostBlocks:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         slab = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._is_pinned:
+        if self._device.type == "cuda":
             slab.zero_()  # pages are there before the driver is asked
-            driver = torch.cuda.cudart()
-            if error := int(driver.cudaHostRegister(slab.data_ptr(), num_bytes, 0)):
-                # Copies then wait for each other, and are right all the same.
-                _log.warning("%d bytes of host memory cannot be pinned: %d", num_bytes, error)
-            else:
-                weakref.finalize(memory, driver.cudaHostUnregister, slab.data_ptr()).atexit = False
+            with torch.cuda.device(self._device):  # a thread begins with the first
+                _pin(memory, slab)
         return slab.view(self._per_slab, -1)
+
+
+def _pin(memory: mmap.mmap, slab: Tensor) -> None:
+    """For as long as there is `memory`, which the slab is of."""
+    driver = torch.cuda.cudart()
+    if error := int(driver.cudaHostRegister(slab.data_ptr(), slab.nbytes, 0)):
+        # Copies then wait for each other, and are right all the same.
+        _log.warning("%d bytes of host memory cannot be pinned: error %d", slab.nbytes, error)
+    else:
+        weakref.finalize(memory, driver.cudaHostUnregister, slab.data_ptr()).atexit = False

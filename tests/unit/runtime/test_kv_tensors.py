@@ -1,5 +1,7 @@
 """The cache's own operations, on whatever device there is."""
 
+import gc
+import mmap
 from types import SimpleNamespace
 
 import pytest
@@ -68,3 +70,26 @@ def test_host_memory_is_taken_when_needed_and_no_more_than_was_given(monkeypatch
     first[0].fill_(1.0)
     assert host[0][0].eq(1.0).all() and host[1][0].eq(0.0).all()
     assert host[1][0].is_pinned() == (DEVICE.type == "cuda")
+
+
+@pytest.mark.parametrize("error", [0, 712])
+def test_what_is_pinned_is_given_back_before_its_memory(error, monkeypatch):
+    calls: list[tuple[str, int]] = []
+
+    class Driver:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("pin", address))
+            return error
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append(("unpin", address))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    memory = mmap.mmap(-1, 8192)
+    slab = torch.frombuffer(memory, dtype=torch.uint8)
+    address = slab.data_ptr()
+    host_blocks._pin(memory, slab)
+    assert calls == [("pin", address)]
+    del memory, slab
+    gc.collect()
+    assert calls[1:] == ([] if error else [("unpin", address)])
