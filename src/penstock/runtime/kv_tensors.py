@@ -36,7 +36,8 @@ class KVTensors:
         self._host = [HostBlocks(planes, host_bytes) for planes in self._groups]
 
     def apply(self, ops: Iterable[CacheOp]) -> None:
-        """Run a plan's cache operations, in order; the host waits for none of them."""
+        """Run a plan's cache operations, in order; the host waits for none of them, but for host
+        memory that is not there yet."""
         for op in ops:
             planes = self._groups[op.group]
             match op.move:
