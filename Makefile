@@ -3,48 +3,90 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# With what tests and checks need; serving does not wait for it.
+DEV_STAMP := $(VENV)/.installed-dev
+INSTALL = $(PYTHON) tools/install.py $(VENV) $(if $(TORCH_INDEX),--torch_index $(TORCH_INDEX))
+# A package index for PyTorch alone, such as PyTorch's index of CPU wheels.
+TORCH_INDEX ?=
 MODEL ?=
+TP ?=
 ARGS ?=
+# An image to run in place of .venv, the port on this machine, and the server that bench measures.
+IMAGE ?=
+PORT ?=
+HOST ?=
+BENCH_TYPE ?=
+# As the recipes print it. Models are kept in the cache of this machine, not in the container.
+DOCKER_RUN = docker run --rm --init --gpus all --ipc host \
+	--ulimit memlock=-1 --ulimit stack=67108864 \
+	-p $(or $(PORT),8000):8000 -v $(HOME)/.cache:/root/.cache:rw -e HF_TOKEN
+
+# A variable on the command line that the target does not read is an error, not ignored.
+comma := ,
+READ := PYTHON VENV TORCH_INDEX SHELL \
+	$(if $(filter serve,$(MAKECMDGOALS)),MODEL TP IMAGE PORT) \
+	$(if $(filter bench,$(MAKECMDGOALS)),HOST PORT BENCH_TYPE MODEL IMAGE) \
+	$(if $(filter serve bench bench-engine test test-gpu test-recipes,$(MAKECMDGOALS)),ARGS)
+UNREAD := $(strip $(foreach v,$(filter-out $(READ),$(.VARIABLES)),$(if $(findstring command line,$(origin $v)),$v)))
+ifneq ($(UNREAD),)
+$(error 'make $(MAKECMDGOALS)' does not read $(UNREAD); it reads $(strip $(filter-out SHELL,$(READ)))$(if $(filter ARGS,$(READ)),$(comma) and other options go into ARGS="--name value"))
+endif
 
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(STAMP)
+$(STAMP): pyproject.toml compat/pyproject.toml constraints.txt
+	@$(INSTALL)
+	@touch $(STAMP)
 
-setup: $(STAMP)  ## create the virtual environment and install
+$(DEV_STAMP): pyproject.toml compat/pyproject.toml constraints.txt
+	@$(INSTALL) --dev
+	@touch $(STAMP) $(DEV_STAMP)
 
-serve: $(STAMP)  ## serve MODEL (default: smollm2, fetched once) on http://localhost:8000
-	$(BIN)/penstock serve $(MODEL) $(ARGS)
+setup: $(DEV_STAMP)  ## create the virtual environment and install, with what tests need
 
-test: $(STAMP)  ## run the whole test suite, on the CPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+serve: $(if $(IMAGE),,$(STAMP))  ## serve MODEL (default: smollm2, fetched once) on TP GPUs, at PORT (8000); in a container of IMAGE
+ifeq ($(IMAGE),)
+	$(BIN)/penstock serve $(MODEL) $(if $(TP),--tp_size $(TP)) $(if $(PORT),--port $(PORT)) $(ARGS)
+else
+	$(DOCKER_RUN) $(IMAGE) penstock serve $(MODEL) --host 0.0.0.0 $(if $(TP),--tp_size $(TP)) $(ARGS)
+endif
 
-check: $(STAMP)  ## lint, formatting, types, import contracts
+test: $(DEV_STAMP)  ## run the whole test suite, on the CPU
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+check: $(DEV_STAMP)  ## lint, formatting, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-fmt: $(STAMP)  ## format
+fmt: $(DEV_STAMP)  ## format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test-gpu:  ## kernel and engine checks on a CUDA machine, with the python that has torch
-	PYTHONPATH=src $(PYTHON) tests/gpu/all.py $(ARGS)
+test-gpu:  ## kernel and engine checks on a CUDA machine, with the python that has torch (pytest tests/gpu: as tests)
+	$(PYTHON) tests/gpu/all.py $(ARGS)
 
 test-recipes:  ## the recipes' servers on a CUDA machine: whole models with random weights
 	PYTHONPATH=src $(PYTHON) tests/gpu/recipes_check.py $(ARGS)
 
-bench:  ## engine speed on a CUDA machine: TPOT, 32 and 256 requests, start-up
+bench: $(if $(IMAGE),,$(STAMP))  ## measure the server at HOST (localhost) and PORT: bench.sh, BENCH_TYPE=throughput,prefill,...
+	PATH="$(abspath $(BIN)):$$PATH" bash bench.sh $(if $(HOST),-H $(HOST)) $(if $(PORT),-p $(PORT)) \
+		$(if $(BENCH_TYPE),--type $(BENCH_TYPE)) $(if $(MODEL),-m $(MODEL)) $(if $(IMAGE),-i $(IMAGE)) $(ARGS)
+
+bench-engine:  ## engine speed on a CUDA machine: TPOT, 32 and 256 requests, start-up
 	PYTHONPATH=src $(PYTHON) benchmarks/table.py $(ARGS)
 
-docs: $(STAMP)  ## regenerate docs/config.md from the schema
+docs: $(DEV_STAMP)  ## regenerate docs/config.md (the schema) and docs/performance.md (result files)
 	$(BIN)/python tools/gen_config_docs.py
+	$(BIN)/python benchmarks/report.py
 
-.PHONY: help setup serve test check fmt test-gpu test-recipes bench docs
+wheel: $(STAMP)  ## build dist/*.whl: a pure wheel, and one with the native CPU ops compiled
+	rm -rf build dist/penstock-*.whl
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	$(BIN)/python tools/platform_wheel.py dist/penstock-*-py3-none-any.whl
+
+.PHONY: help setup serve test check fmt test-gpu test-recipes bench bench-engine docs wheel

@@ -14,7 +14,8 @@ usage: bench.sh [flags] [-- flags of `penstock bench serve`]
                         concurrency sharegpt
   -d, --dataset FILE    ShareGPT conversations; fetched into the output folder where it is missing
   -o, --output DIR      folder for the results (default: results-DATE-TIME)
-  -i, --image IMAGE     run the client in a container of this image
+  -i, --image IMAGE     run the client in a container of this image; a file such as
+                        tensorrt-llm-serve-latest.tar.gz is loaded first
 
 What follows `--` wins over what this script says, such as `-- --num-prompts 8`.
 END
@@ -50,7 +51,7 @@ done
 first_id() { awk -F'"id" *: *"' 'NF > 1 { split($2, part, "\""); print part[1]; exit }'; }
 if [[ -z $model ]]; then
     listed=$(curl -fsS "http://$host:$port/v1/models") || {
-        echo "bench.sh: no answer from http://$host:$port; is the server up?" >&2
+        echo "bench.sh: no response from http://$host:$port; is the server up?" >&2
         exit 1
     }
     model=$(first_id <<<"$listed")
@@ -59,8 +60,21 @@ output=${output:-results-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
 
+# load FILE: the name of the image in a tarball, once docker has it.
+load() {
+    local said name
+    said=$(docker load -i "$1") || { echo "bench.sh: docker cannot load $1" >&2 && return 1; }
+    name=$(sed -nE 's/^Loaded image( ID)?: *//p' <<<"$said" | head -n 1)
+    [[ -n $name ]] || { echo "bench.sh: no image in $1; docker says: $said" >&2 && return 1; }
+    echo "$name"
+}
+
 client=(penstock)
 if [[ -n $image ]]; then
+    if [[ $image == *.tar || $image == *.tar.gz || $image == *.tgz ]]; then
+        [[ -f $image ]] || { echo "bench.sh: there is no file $image" >&2 && exit 1; }
+        image=$(load "$image")
+    fi
     cache=${HF_HOME:-$HOME/.cache/huggingface}
     mkdir -p "$cache"
     client=(docker run --rm --network host -v "$output:$output" -v "$cache:/hub" -e HF_HOME=/hub)

@@ -1,4 +1,4 @@
-"""How many experts of a layer really have tokens in a decode step, by the number of sequences.
+"""How many experts of a layer a decode step activates, by the number of sequences.
 
 The engine runs in this process, without CUDA graphs (which also count the rows that fill them up);
 the layers' own counters are read after every turn of its loop.
@@ -20,7 +20,7 @@ PROMPT_IDS, NUM_STEPS = 64, 24
 _MAX_TURNS = 1000
 
 
-def count_touched(row: Row, batches: Sequence[int]) -> dict[int, float]:
+def count_activated(row: Row, batches: Sequence[int]) -> dict[int, float]:
     """Mean of layers and steps, for each number of sequences that decode together."""
     import torch
 

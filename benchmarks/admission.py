@@ -3,11 +3,11 @@
     python benchmarks/admission.py [--row 70b-fp8-kv8] [--share 0.93] [--loads burst chat ...]
                                    [--host-gib 16]
 
-The real scheduler plans; a step takes what the floors of the row say, divided by the share of them
-that is reached, and decodes are padded to the size of a graph. Loads: `burst` is the table's 256
-requests at once; `chat` 1500 at once whose answers have 400 tokens in the mean and no limit;
-`arriving` 1200 over 2.4 minutes, 600 and 4096; `mixed` 600 whose answers have 200 or 3500 tokens;
-`long` 400 of 4000 tokens, limited to 8192.
+The real scheduler plans; a step takes the roofline time of the row, divided by the share of the
+roofline that is reached, and decodes are padded to the size of a graph. Loads: `burst` is the
+table's 256 requests at once; `chat` 1500 at once whose completions have 400 tokens in the mean and
+no limit; `arriving` 1200 over 2.4 minutes, 600 and 4096; `mixed` 600 whose completions have 200 or
+3500 tokens; `long` 400 of 4000 tokens, limited to 8192.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import quantiles
 
 import numpy as np
-from floors import floors_of
+from roofline import roofline_of
 from shapes import ROWS
 
 from penstock.config.graphs import padded_sizes
@@ -31,9 +31,12 @@ from penstock.types.stats import EngineCounters
 from penstock.types.step import FROM_DEVICE, Move, StepResult
 
 BLOCK_SIZE = 32
-END, OTHER = 7, 5  # token ids: an answer ends with the first
-HOST_S = 0.0025  # of a step, what is neither products nor cache
-HOST_BYTES_S = {Move.OUT: 36e9, Move.IN: 15e9}  # between an H200 and host memory, measured
+END, OTHER = 7, 5  # token ids: a completion ends with the first
+HOST_S = 0.0025  # of a step, what is neither GEMMs nor cache
+HOST_BYTES_S = {
+    Move.SWAP_OUT: 36e9,
+    Move.SWAP_IN: 15e9,
+}  # between an H200 and host memory, measured
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,12 +100,12 @@ def simulate(
     row_name: str, share: float, policy: CapacityPolicy, jobs: Sequence[Job], host_bytes: float = 0
 ) -> Figures:
     row = ROWS[row_name]
-    floors = floors_of(row)
+    roofline = roofline_of(row)
     assert row.max_running is not None, f"{row_name}: its cache holds everything"
     num_blocks = row.max_running * 2048 // BLOCK_SIZE
     counters = EngineCounters()
     config = run_config(policy, row.settings["max_batch_size"], row.settings["max_num_tokens"])
-    block_bytes = BLOCK_SIZE * sum(layer.cached_bytes for layer in floors.layers)
+    block_bytes = BLOCK_SIZE * sum(layer.cached_bytes for layer in roofline.layers)
     group = FullGroup(num_blocks + 1, BLOCK_SIZE, reuse=False, partial_reuse=False)
     kv = KVManager([group], int(host_bytes / block_bytes))
     scheduler = Scheduler(config, [kv], counters)
@@ -129,7 +132,7 @@ def simulate(
         keys = sum(entry.seq.num_tokens for entry in decodes)
         if len(decodes) == len(entries):  # a graph
             num_tokens = next(size for size in graph_sizes if size >= num_tokens)
-        now += floors.decode_step_s(num_tokens, keys / num_tokens) / share + HOST_S
+        now += roofline.decode_step_s(num_tokens, keys / num_tokens) / share + HOST_S
         now += sum(block_bytes / HOST_BYTES_S[op.move] for op in plan.cache_ops)
         ids = np.full((len(entries), 1), OTHER, np.int32)
         numbers = np.array([bool(entry.num_logit_rows) for entry in entries], np.int32)
@@ -153,7 +156,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--row", default="70b-fp8-kv8")
-    parser.add_argument("--share", type=float, default=0.93, help="of the floors")
+    parser.add_argument("--share", type=float, default=0.93, help="of the roofline")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--policies", nargs="+", type=CapacityPolicy, default=list(CapacityPolicy))
     parser.add_argument("--host-gib", type=float, default=0, help="host_cache_size")

@@ -134,12 +134,12 @@ def main() -> None:
     ours.send(None)
     server.join()
 
-    answers = outcome.answers
-    wrong = [one.error for one in answers if one.error or one.num_output != args.tokens]
-    first = min(one.first_at for one in answers)
-    seconds = max(one.last_at for one in answers) - first
+    responses = outcome.responses
+    wrong = [one.error for one in responses if one.error or one.num_output != args.tokens]
+    first = min(one.first_at for one in responses)
+    seconds = max(one.last_at for one in responses) - first
     total = args.streams * num_chunks * args.per_chunk
-    gaps = sorted(gap for one in answers for gap in one.gaps_s)
+    gaps = sorted(gap for one in responses for gap in one.gaps_s)
     print(
         f"{args.streams} streams of {args.tokens} tokens, {args.per_chunk} per event: written at "
         f"{total / written_s:.0f} tokens/s, read at {total / seconds:.0f} tokens/s "

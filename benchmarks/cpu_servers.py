@@ -6,7 +6,7 @@
 The servers named run one after the other, never two at once. The model is SmolLM2 135M: Penstock
 and llama.cpp read its GGUF file, the others the same weights unpacked to fp32, which this command
 writes once to FOLDER/smollm2-fp32 (`--folder`). `penstock-16` is Penstock with `--dtype bfloat16`:
-products with 16 bits of their inputs. `generate` is no server: it is transformers' `generate` in
+GEMMs with 16 bits of their inputs. `generate` is no server: it is transformers' `generate` in
 this process.
 
 One client sends greedy completions of `--tokens` tokens, end-of-text ignored:

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, kernel by kernel, each against its own floor.
+"""Where the time of a decode step goes, kernel by kernel, each against its roofline.
 
 The engine runs in this process; torch's profiler records the kernels of some steps. Kernels may
 start while the one before still runs (and then wait for it), so durations overlap. What a kernel
@@ -17,24 +17,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from floors import Floors, Matrix, floors_of
+from activated_experts import count_activated
+from roofline import Matrix, Roofline, roofline_of
 from shapes import ROWS, Row, model_folder, prompts
-from touched import count_touched
 
 if TYPE_CHECKING:
     from local_engine import LocalEngine
 
 FIRST_KERNEL = "_decode_inputs"  # of every decode step
-PRODUCT = re.compile(r"gemv|^_fp8_linear|^_tiles|^_logits|nvjet|gemm|cutlass|wgmma", re.IGNORECASE)
+GEMM = re.compile(
+    r"gemv|gemm|^_fp8_linear|^_logits|^_wna16|nvjet|cutlass|wgmma", re.IGNORECASE
+)  # of a dense layer
 # Kernels of experts, by a part of their name, and the matrices of an expert that they read.
 EXPERT_KERNELS = {
     "_gate_up": ("gate_up",),
     "_down": ("down",),
     "_grouped": ("gate_up", "down"),
-    "_experts": ("gate_up", "down"),
     "_mxfp4": ("gate_up", "down"),
 }
-# Kernels that read what sequences remember.
+# Kernels that read the KV cache or the recurrent state.
 MEMORY_KERNELS = ("_decode", "_mla_decode", "_step")
 NUM_TURNS = 60  # of the engine's loop, at most one step each
 NUM_SHOWN = 24
@@ -57,7 +58,7 @@ class Line:
     count: float = 0.0
     us: float = 0.0
     exclusive_us: float = 0.0
-    floor_us: float | None = None
+    roofline_us: float | None = None
 
 
 def exclusive(spans: Sequence[Span]) -> list[float]:
@@ -80,12 +81,12 @@ def whole_steps(spans: Iterable[Span]) -> list[list[Span]]:
     return steps[:-1]
 
 
-def labels(step: Sequence[Span], floors: Floors) -> list[str]:
-    """Names of the kernels; products with the matrix, if their number is the expected one."""
-    products = [i for i, span in enumerate(step) if PRODUCT.search(span.name)]
+def labels(step: Sequence[Span], roofline: Roofline) -> list[str]:
+    """Names of the kernels; GEMMs with the matrix, if their number is the expected one."""
+    gemms = [i for i, span in enumerate(step) if GEMM.search(span.name)]
     names = [short(span.name) for span in step]
-    if len(products) == len(floors.matrices):
-        for i, matrix in zip(products, floors.matrices, strict=True):
+    if len(gemms) == len(roofline.matrices):
+        for i, matrix in zip(gemms, roofline.matrices, strict=True):
             names[i] = f"{matrix.name}: {names[i]}"
     return names
 
@@ -96,7 +97,7 @@ def short(name: str) -> str:
     return (plain.partition("<")[0] or plain)[-48:]
 
 
-def lines_of(spans: Iterable[Span], floors: Floors, batch: int, context: float) -> list[Line]:
+def lines_of(spans: Iterable[Span], roofline: Roofline, batch: int, context: float) -> list[Line]:
     """Means over the whole steps in `spans`, by exclusive time."""
     steps = whole_steps(spans)
     assert steps, f"no two {FIRST_KERNEL} in the trace"
@@ -104,48 +105,55 @@ def lines_of(spans: Iterable[Span], floors: Floors, batch: int, context: float) 
     every = [span for step in steps for span in step]
     alone = iter(exclusive(every))
     for step in steps:
-        for span, label in zip(step, labels(step, floors), strict=True):
+        for span, label in zip(step, labels(step, roofline), strict=True):
             line = lines[label]
             line.name = label
             line.count += 1 / len(steps)
             line.us += (span.end - span.start) / len(steps)
             line.exclusive_us += next(alone) / len(steps)
     for line in lines.values():
-        line.floor_us = floor_us(line.name, line.count, floors, batch, context)
+        line.roofline_us = roofline_us(line.name, line.count, roofline, batch, context)
     return sorted(lines.values(), key=lambda line: -line.exclusive_us)
 
 
-def floor_us(label: str, count: float, floors: Floors, batch: int, context: float) -> float | None:
+def roofline_us(
+    label: str, count: float, roofline: Roofline, batch: int, context: float
+) -> float | None:
     """Of all `count` runs in a step; None where it is not known what the kernel is for."""
     matrix, separator, _ = label.partition(": ")
     if separator:
-        of = next(known for known in floors.matrices if known.name == matrix)
-        return count * of.floor_s(batch, floors.at) * 1e6  # one shape of each in all layers
-    if floors.experts is not None:
+        of = next(known for known in roofline.matrices if known.name == matrix)
+        return count * of.roofline_s(batch, roofline.at) * 1e6  # one shape of each in all layers
+    if roofline.experts is not None:
         for part, matrices in EXPERT_KERNELS.items():
             if label.startswith(part):
-                return floors.experts_s(batch, matrices) * 1e6
+                return roofline.experts_s(batch, matrices) * 1e6
     if label in MEMORY_KERNELS:
-        return floors.remembered_of_s(label == "_step", batch, context) * 1e6
+        return roofline.kv_of_s(label == "_step", batch, context) * 1e6
+    num_bytes = bytes_of(roofline, batch).get(label)
+    return None if not num_bytes else count * num_bytes / roofline.at.read_bytes_s * 1e6
+
+
+def bytes_of(roofline: Roofline, batch: int) -> dict[str, int]:
+    """What one run of the small kernels reads and writes, by their names."""
 
     def matrix_of(name: str) -> Matrix:
-        return next((m for m in floors.matrices if m.name == name), Matrix(name, 0, 0))
+        return next((m for m in roofline.matrices if m.name == name), Matrix(name, 0, 0))
 
-    values = matrix_of("out").num_inputs  # of a recurrent layer
-    channels = matrix_of("qkvz").num_outputs - values
-    num_active = floors.experts.num_active if floors.experts else 0
-    num_bytes = {
-        "_add_rms_norm": 4 * 2 * batch * floors.hidden,  # two in, two out
-        "_rms_norm": 4 * 2 * batch * floors.hidden,
-        "_silu_mul": 3 * batch * matrix_of("gate_up").num_outputs,  # half of them out
-        "_rope_kv_write": 2 * 2 * batch * matrix_of("qkv").num_outputs,
-        "_sum_pairs": 2 * batch * (num_active + 1) * floors.hidden,
+    values = matrix_of("out").in_features  # of a recurrent layer
+    channels = matrix_of("qkvz").out_features - values
+    num_active = roofline.experts.num_active if roofline.experts else 0
+    return {
+        "_add_rms_norm": 4 * 2 * batch * roofline.hidden,  # two in, two out
+        "_rms_norm": 4 * 2 * batch * roofline.hidden,
+        "_silu_mul": 3 * batch * matrix_of("gate_up").out_features,  # half of them out
+        "_rope_kv_write": 2 * 2 * batch * matrix_of("qkv").out_features,
+        "_combine": 2 * batch * (num_active + 1) * roofline.hidden if num_active else 0,
         "_causal_conv": 2 * batch * channels * (2 + 2 * 3),  # in, out, and three inputs before
         "_rms_norm_gated": 3 * 2 * batch * values,
-        "_best_of_split": 2 * batch * floors.head.num_outputs,
-        "_sum_blocks": 2 * batch * floors.head.num_outputs,
-    }.get(label)
-    return None if not num_bytes else count * num_bytes / floors.at.read_bytes_s * 1e6
+        "_best_of_split": 2 * batch * roofline.head.out_features,
+        "_sum_blocks": 2 * batch * roofline.head.out_features,
+    }
 
 
 def decoding_engine(folder: str, row: Row, batch: int, context: int) -> "LocalEngine":
@@ -171,7 +179,7 @@ def decoding_engine(folder: str, row: Row, batch: int, context: int) -> "LocalEn
     return engine
 
 
-def profile(row: Row, floors: Floors, batch: int, context: int) -> dict[str, Any]:
+def profile(row: Row, roofline: Roofline, batch: int, context: int) -> dict[str, Any]:
     import torch
 
     with model_folder(row) as folder:
@@ -196,33 +204,35 @@ def profile(row: Row, floors: Floors, batch: int, context: int) -> dict[str, Any
     del engine
     gc.collect()
     torch.cuda.empty_cache()
-    lines = lines_of(spans, floors, batch, context)
+    lines = lines_of(spans, roofline, batch, context)
     steps = whole_steps(spans)
     traced_us = (steps[-1][-1].end - steps[0][0].start) / len(steps)
     return {
         "batch": batch,
         "context": context,
         "wall_us": wall_us,
-        "floor_us": floors.decode_step_s(batch, context) * 1e6,
+        "roofline_us": roofline.decode_step_s(batch, context) * 1e6,
         "traced_us": traced_us,
         "idle_us": traced_us - sum(line.exclusive_us for line in lines),
-        "touched_experts": floors.num_touched(batch) if floors.experts else None,
+        "activated_experts": roofline.num_activated(batch) if roofline.experts else None,
         "kernels": [asdict(line) for line in lines],
     }
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    wall, floor = found["wall_us"], found["floor_us"]
+    wall, bound = found["wall_us"], found["roofline_us"]
     print(
-        f"\n{name}, {found['batch']} x {found['context']}: a step takes {wall:.0f} us, floor "
-        f"{floor:.0f} us = {floor / wall:.1%}; in the trace {found['traced_us']:.0f} us, idle "
+        f"\n{name}, {found['batch']} x {found['context']}: a step takes {wall:.0f} us, roofline "
+        f"{bound:.0f} us = {bound / wall:.1%}; in the trace {found['traced_us']:.0f} us, idle "
         f"{found['idle_us']:.0f} us"
     )
-    if found["touched_experts"] is not None:
-        print(f"experts of a layer that have tokens: {found['touched_experts']:.1f}")
-    print(f"{'exclusive':>10} {'share':>6} {'duration':>9} {'runs':>6} {'floor':>9} {'of it':>6}")
+    if found["activated_experts"] is not None:
+        print(f"activated experts of a layer: {found['activated_experts']:.1f}")
+    print(
+        f"{'exclusive':>10} {'share':>6} {'duration':>9} {'runs':>6} {'roofline':>9} {'of it':>6}"
+    )
     for line in found["kernels"][:NUM_SHOWN]:
-        least, alone = line["floor_us"], line["exclusive_us"]
+        least, alone = line["roofline_us"], line["exclusive_us"]
         known = "-" if least is None else f"{least:.1f}"
         reached = "-" if least is None or not alone else f"{least / alone:.0%}"
         print(
@@ -242,10 +252,10 @@ def profile_rows(
     results: dict[str, Any] = {}
     for name in rows:
         results[name] = []
-        touched = count_touched(ROWS[name], batches) if ROWS[name].has_experts else None
-        floors = floors_of(ROWS[name], touched)
+        activated = count_activated(ROWS[name], batches) if ROWS[name].has_experts else None
+        roofline = roofline_of(ROWS[name], activated)
         for context in contexts:
             for batch in batches:
-                results[name].append(profile(ROWS[name], floors, batch, context))
+                results[name].append(profile(ROWS[name], roofline, batch, context))
                 show(name, results[name][-1])
     return results

@@ -5,9 +5,9 @@
 
 The first runs the real server against `scripted_engine.py`, which makes one token for every stream
 per step at `--rate` tokens per second, and prints the rate the clients saw, what share of the
-engine's own that is, and the CPU time of the front ends per event; 1e6 / that is what one process
+engine's own that is, and the CPU time of the API servers per event; 1e6 / that is what one process
 can do. It fails when a stream is refused, cut or miscounted. The second times the way of one token
-through a front end, stage by stage.
+through an API server, stage by stage.
 """
 
 import argparse
@@ -30,18 +30,20 @@ import uvloop
 from sse_client import read_all, request_bytes
 
 from penstock.config.schema import EngineConfig
-from penstock.frontend import engine
+from penstock.frontend import engine_handle
 from penstock.frontend.pipeline import Generation
 from penstock.frontend.sample import Sample
 from penstock.hub.folder import local_folder
 from penstock.ipc import messages
 from penstock.metrics.collect import Metrics
-from penstock.server.generations import Generations
+from penstock.server.generations import Generations, Write
 from penstock.server.launch import serve
-from penstock.server.openai.chat import Answer
-from penstock.server.openai.protocol import ChatRequest, parse
+from penstock.server.openai.chat import ChatResponder
+from penstock.server.openai.requests.chat import ChatRequest
+from penstock.server.openai.requests.schema import parse
+from penstock.server.sse import EventStream
 from penstock.text.tokenizer import Tokenizer
-from penstock.types.outputs import TextDelta, TokenDelta
+from penstock.types.outputs import TokenDelta
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineCounters
@@ -60,7 +62,7 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
     return int(user) / tick, int(system) / tick
 
 
-def front_ends(server_pid: int) -> list[int]:
+def api_servers(server_pid: int) -> list[int]:
     """The serving process and those of its children that are no engine."""
     children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
     command = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
@@ -70,7 +72,7 @@ def front_ends(server_pid: int) -> list[int]:
 def measure(port: int, pid: int, log: Path, endpoint: str, args: argparse.Namespace) -> None:
     body = BODIES[endpoint] | {"model": "m", "max_tokens": args.tokens, "ignore_eos": True}
     requests = [request_bytes(f"/v1/{endpoint}", body)] * args.streams
-    before = {one: cpu_seconds(one) for one in front_ends(pid)}
+    before = {one: cpu_seconds(one) for one in api_servers(pid)}
     seconds, outcomes = read_all(port, requests, args.tokens)
     after = {one: cpu_seconds(one) for one in before}
     total = args.streams * args.tokens
@@ -84,7 +86,7 @@ def measure(port: int, pid: int, log: Path, endpoint: str, args: argparse.Namesp
     first_s = [one.first_s for one in outcomes]
     problems = [one.problem for one in outcomes if one.problem is not None]
     print(
-        f"{args.streams} streams of {args.tokens} tokens, {endpoint}, {len(before)} front ends: "
+        f"{args.streams} streams of {args.tokens} tokens, {endpoint}, {len(before)} API servers: "
         f"{total / seconds:.0f} events/s, {total / seconds / engine_rate:.1%} of the engine's "
         f"{engine_rate:.0f}; CPU per event {own_us:.1f} us + {kernel_us:.1f} us in the kernel "
         f"({' + '.join(f'{one:.1f} s' for one in shares)}); first event p50 "
@@ -100,7 +102,7 @@ def measure(port: int, pid: int, log: Path, endpoint: str, args: argparse.Namesp
 
 def serve_scripted(settings: dict[str, object]) -> int:
     """In the server process."""
-    engine.ENGINE_MODULE = "scripted_engine"
+    engine_handle.ENGINE_MODULE = "scripted_engine"
     return serve(EngineConfig.model_validate(settings))
 
 
@@ -111,10 +113,12 @@ def tokenizer_of(model: str) -> Tokenizer:
 def spoken_ids(tokenizer: Tokenizer) -> list[int]:
     """Tokens that each stand for some text, so that every one makes an event."""
     ids = tokenizer.encode("A pipe brings water to the wheel.\n", add_special_tokens=False)
-    return [one for one in ids if tokenizer.token_bytes(one).isascii()]
+    pieces = {one: tokenizer.token_bytes(one) for one in ids}
+    # A blank at the beginning of a chat's answer is left out where a model may think first.
+    return [one for one in ids if pieces[one].isascii() and pieces[one].strip()]
 
 
-def run(num_frontends: int, args: argparse.Namespace) -> None:
+def run(num_api_servers: int, args: argparse.Namespace) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -126,7 +130,7 @@ def run(num_frontends: int, args: argparse.Namespace) -> None:
             "host": "127.0.0.1",
             "port": port,
             "max_queued_requests": 65536,
-            "num_postprocess_workers": num_frontends,
+            "num_postprocess_workers": num_api_servers,
             "model_kwargs": {"tokens_per_s": args.rate, "token_ids": ids},
         }
         server = subprocess.Popen(
@@ -151,22 +155,16 @@ def wait_until_ready(port: int, server: "subprocess.Popen[bytes]", log: Path) ->
         except OSError:
             time.sleep(0.1)
         else:
-            time.sleep(2.0)  # the scripted engine is up at once, further front ends are not
+            time.sleep(2.0)  # the scripted engine is up at once, further API servers are not
             return
     raise TimeoutError(log.read_text())
 
 
-class _Nobody:
-    """Reads deltas and does nothing with them."""
-
-    def take(self, delta: TextDelta) -> None:
-        pass
-
-    def fail(self, bug: Exception) -> None:
-        raise bug
+def _nothing(*_: object) -> None:
+    pass
 
 
-def show_stages(model: str) -> None:
+async def show_stages(model: str) -> None:
     """Each line is what the way costs up to there; sockets are this process's own, and read."""
     tokenizer = tokenizer_of(model)
     delta = TokenDelta(request_id=1, token_ids=(spoken_ids(tokenizer)[-2],))
@@ -178,7 +176,9 @@ def show_stages(model: str) -> None:
     client: Any = SimpleNamespace(submit=lambda *_: None, abort=lambda _: None)
 
     def generation() -> Generation:
-        return Generation(client, [request], [Sample(0, sampling, tokenizer, 1)], sampling, "")
+        return Generation(
+            client, [request], [Sample(0, sampling, tokenizer, 1)], sampling, "", _nothing
+        )
 
     def best_us(act: Callable[[], object], per: int = 1) -> float:
         times = []
@@ -191,22 +191,32 @@ def show_stages(model: str) -> None:
 
     print(f"{best_us(lambda: decoder.decode(step), per=256):6.2f} us  message -> token delta")
     texts = generation()
-    texts.push_to(_Nobody())
-    print(f"{best_us(lambda: texts._take(delta)):6.2f} us  token delta -> text delta")
+    texts.subscribe(0, _nothing, _nothing)
+    print(f"{best_us(lambda: texts.on_tokens(delta)):6.2f} us  token delta -> text delta")
     measured = generation()
-    Generations([measured], metrics.observe, 0.0, True).push_to(lambda *_: None, print)
-    print(f"{best_us(lambda: measured._take(delta)):6.2f} us  ... measured")
+    streams = [subscribed(Generations([measured], metrics.observe, 0.0, True), _nothing)]
+    await asyncio.sleep(0)
+    print(f"{best_us(lambda: measured.on_tokens(delta)):6.2f} us  ... measured")
     written = generation()
     generations = Generations([written], metrics.observe, 0.0, True)
     state: Any = SimpleNamespace(
         names=None, model_name="m", pipeline=SimpleNamespace(tokenizer=tokenizer)
     )
     asked = parse(ChatRequest, BODIES["chat/completions"] | {"stream": True})
-    answer = Answer(asked, state, generations)
+    responder = ChatResponder(asked, state, generations)
     events: list[bytes] = []
-    generations.push_to(lambda prompt, one: events.append(answer.event(prompt, one)), print)
-    print(f"{best_us(lambda: written._take(delta)):6.2f} us  ... as an event")
-    print(f"{uvloop.run(time_writes(events[-1])):6.2f} us  event -> socket")
+    stream = EventStream(generations, responder)
+    stream._pipe = SimpleNamespace(write=events.append)
+    streams.append(subscribed(generations, stream.write_event))
+    await asyncio.sleep(0)
+    print(f"{best_us(lambda: written.on_tokens(delta)):6.2f} us  ... as an event")
+    print(f"{await time_writes(events[-1]):6.2f} us  event -> socket")
+    for one in streams:
+        one.cancel()
+
+
+def subscribed(generations: Generations, write: Write) -> "asyncio.Task[Exception | None]":
+    return asyncio.create_task(generations.stream_to(write))
 
 
 async def time_writes(data: bytes) -> float:
@@ -243,10 +253,10 @@ def main() -> None:
     if args.serve:
         sys.exit(serve_scripted(json.loads(args.serve)))
     if args.stages:
-        show_stages(args.model)
+        uvloop.run(show_stages(args.model))
         return
-    for num_frontends in args.frontends:
-        run(num_frontends, args)
+    for num_api_servers in args.frontends:
+        run(num_api_servers, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Times attention and the ops around the products on this GPU against their limits.
+"""Times attention and the ops around the GEMMs on this GPU against their limits.
 
-    PYTHONPATH=src python tests/gpu/kernel_times.py [results.json]
+    PYTHONPATH=src python benchmarks/kernel_times.py [results.json]
 
 Whether they are right is shown by ops_check.py.
 
@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ops"))
 from op_cases import angles
 
 from penstock.kernels.activation import triton as activation
@@ -219,14 +219,14 @@ def time_decode() -> list[dict[str, Any]]:
     rows = []
     for batch, kv_len in DECODE_SHAPES:
         run = DecodeRun(batch, kv_len)
-        floor_us = run.kv_bytes / READ_TBPS / 1e6
+        roofline_us = run.kv_bytes / READ_TBPS / 1e6
         times = sorted(run.times(DECODE_CONFIGS), key=lambda pair: pair[1])
         for rank, (config, us) in enumerate(times):
             rows.append(dict(batch=batch, kv_len=kv_len, config=asdict(config), us=us))
             if rank < 3 or config == DECODE_CONFIGS[0]:
                 tbps = run.kv_bytes / us / 1e6
                 print(
-                    f"  batch {batch:3d} kv {kv_len:5d}: {us:8.1f} us, floor {floor_us:7.1f}, "
+                    f"  batch {batch:3d} kv {kv_len:5d}: {us:8.1f} us, bound {roofline_us:7.1f}, "
                     f"{tbps:.2f} TB/s = {tbps / READ_TBPS:4.0%}  {show(config)}"
                 )
         del run

@@ -1,11 +1,11 @@
-"""Times products with weights of each number format on this GPU: format x tokens x shape.
+"""Times GEMMs with weights of each number format on this GPU: format x tokens x shape.
 
-    PYTHONPATH=src python tests/gpu/quant_times.py [FORMAT ...] [--json FILE]
+    PYTHONPATH=src python benchmarks/quant_times.py [FORMAT ...] [--json FILE]
 
-Each cell has the time of a product inside a CUDA graph, with weights from device memory; its share
+Each cell has the time of a GEMM inside a CUDA graph, with weights from device memory; its share
 of the ceiling (the longer of reading the format's own bytes and of multiplying, on an H200); and
 how many times as fast as bf16 it is. Inputs of 8 bits are rounded before, as norms do it. Whether
-products are right is shown by ops_check.py and fp8_check.py.
+GEMMs are right is shown by ops_check.py and fp8_check.py.
 
 Kernels are compiled by several processes first, which takes the time.
 """
@@ -13,132 +13,135 @@ Kernels are compiled by several processes first, which takes the time.
 import argparse
 import json
 import multiprocessing
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_times import L2_BYTES, time_graph_us
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-from kernel_times import L2_BYTES, time_graph_us
-
-from penstock.bench.floors import H200
-from penstock.kernels.coded import Coded, coded_linear, pack_coded, random_coded
-from penstock.kernels.fp8 import fp8_linear, quantize_fp8
+from penstock.bench.roofline import H200
 from penstock.kernels.gemm import linear
-from penstock.kernels.int8 import int8_linear, quantize_int8
+from penstock.kernels.gemm.fp8 import fp8_linear
+from penstock.kernels.gemm.int8 import int8_linear
+from penstock.kernels.gemm.wna16 import weight_only_linear
+from penstock.kernels.gemm.wna16_packing import pack_gpu
+from penstock.kernels.quantize import quantize_fp8
+from penstock.kernels.quantize.reference import quantize_int8
+from penstock.kernels.quantized_weight import QuantizedWeight, random_quantized
 
 DEVICE = torch.device("cuda")
 SHAPES = ((4096, 14336), (8192, 28672))  # outputs, inputs
 TOKENS = (1, 16, 64, 256)
 NUM_WORKERS = 12
-Product = Callable[[], Tensor]
+Gemm = Callable[[], Tensor]
 
 
-def plain(x: Tensor, num_outputs: int) -> tuple[Product, int]:
-    weight = torch.randn(num_outputs, x.shape[1], device=DEVICE, dtype=torch.bfloat16)
+def plain(x: Tensor, out_features: int) -> tuple[Gemm, int]:
+    weight = torch.randn(out_features, x.shape[1], device=DEVICE, dtype=torch.bfloat16)
     return lambda: linear(x, weight, None), weight.nbytes
 
 
-def fp8(x: Tensor, num_outputs: int) -> tuple[Product, int]:
+def fp8(x: Tensor, out_features: int) -> tuple[Gemm, int]:
     scale = torch.tensor([0.02], device=DEVICE)
     values, scale = quantize_fp8(x, scale, 0)
-    weight = torch.randn(num_outputs, x.shape[1], device=DEVICE).to(torch.float8_e4m3fn)
+    weight = torch.randn(out_features, x.shape[1], device=DEVICE).to(torch.float8_e4m3fn)
     return lambda: fp8_linear(values, scale, weight, scale, None, x.dtype), weight.nbytes
 
 
-def int8(x: Tensor, num_outputs: int) -> tuple[Product, int]:
+def int8(x: Tensor, out_features: int) -> tuple[Gemm, int]:
     values, scale = quantize_int8(x, None)
-    shape = (num_outputs, x.shape[1])
+    shape = (out_features, x.shape[1])
     weight = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
-    weight_scale = torch.full((num_outputs,), 0.001, device=DEVICE)
+    weight_scale = torch.full((out_features,), 0.001, device=DEVICE)
     return lambda: int8_linear(values, scale, weight, weight_scale, None, x.dtype), weight.nbytes
 
 
-def coded(kind: Any, group: int, zeros: bool = False) -> Callable[[Tensor, int], Any]:
-    def make(x: Tensor, num_outputs: int) -> tuple[Product, int]:
-        num_inputs = x.shape[1]
-        drawn = random_coded(kind, num_outputs, num_inputs, group or num_inputs, zeros, DEVICE)
-        weight = pack_coded([drawn], keeps_zeros=zeros)
+def weight_only(kind: Any, group: int, zeros: bool = False) -> Callable[[Tensor, int], Any]:
+    def make(x: Tensor, out_features: int) -> tuple[Gemm, int]:
+        in_features = x.shape[1]
+        drawn = random_quantized(
+            kind, out_features, in_features, group or in_features, zeros, DEVICE
+        )
+        weight = pack_gpu([drawn], keeps_zeros=zeros)
         assert weight is not None, (kind, group)
-        return lambda: coded_linear(x, weight, None), weight.num_bytes
+        return lambda: weight_only_linear(x, weight, None), weight.num_bytes
 
     return make
 
 
-def mxfp4(x: Tensor, num_outputs: int) -> tuple[Product, int]:
+def mxfp4(x: Tensor, out_features: int) -> tuple[Gemm, int]:
     """Powers of two for 32 inputs."""
-    num_inputs = x.shape[1]
-    codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8, device=DEVICE)
-    scales = torch.full((num_outputs, num_inputs // 32), 2.0**-9, device=DEVICE)
-    weight = pack_coded([Coded("fp4", codes, scales)])
+    in_features = x.shape[1]
+    codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8, device=DEVICE)
+    scales = torch.full((out_features, in_features // 32), 2.0**-9, device=DEVICE)
+    weight = pack_gpu([QuantizedWeight("fp4", codes, scales)])
     assert weight is not None
-    return lambda: coded_linear(x, weight, None), weight.num_bytes
+    return lambda: weight_only_linear(x, weight, None), weight.num_bytes
 
 
-# (product, peak of the tensor cores: int8's is taken to be that of 8-bit floats)
-FORMATS: dict[str, tuple[Callable[[Tensor, int], tuple[Product, int]], str]] = {
+# (GEMM, peak of the tensor cores: INT8's is taken to be FP8's)
+FORMATS: dict[str, tuple[Callable[[Tensor, int], tuple[Gemm, int]], str]] = {
     "bf16": (plain, "bf16"),
     "fp8": (fp8, "fp8"),
     "int8 w8a8": (int8, "fp8"),
-    "AWQ g128": (coded("int4", 128, zeros=True), "bf16"),
-    "GPTQ g128": (coded("int4", 128), "bf16"),
-    "NVFP4": (coded("fp4", 16), "bf16"),
+    "AWQ g128": (weight_only("int4", 128, zeros=True), "bf16"),
+    "GPTQ g128": (weight_only("int4", 128), "bf16"),
+    "NVFP4": (weight_only("fp4", 16), "bf16"),
     "MXFP4": (mxfp4, "bf16"),
-    "nf4": (coded("nf4", 64), "bf16"),
-    "int8 w8a16": (coded("int8", 0), "bf16"),
-    "fp8 w8a16": (coded("e4m3", 0), "bf16"),
+    "nf4": (weight_only("nf4", 64), "bf16"),
+    "int8 w8a16": (weight_only("int8", 0), "bf16"),
+    "fp8 w8a16": (weight_only("e4m3", 0), "bf16"),
 }
 
 
-def inputs(num_tokens: int, num_inputs: int) -> Tensor:
-    return torch.randn(num_tokens, num_inputs, device=DEVICE, dtype=torch.bfloat16)
+def inputs(num_tokens: int, in_features: int) -> Tensor:
+    return torch.randn(num_tokens, in_features, device=DEVICE, dtype=torch.bfloat16)
 
 
 def warm(job: tuple[str, int]) -> None:
     """Compile what will be timed into Triton's cache on disk."""
     name, num_tokens = job
-    for num_outputs, num_inputs in SHAPES:
-        product, _ = FORMATS[name][0](inputs(num_tokens, num_inputs), num_outputs)
-        product()
+    for out_features, in_features in SHAPES:
+        gemm, _ = FORMATS[name][0](inputs(num_tokens, in_features), out_features)
+        gemm()
     torch.cuda.synchronize()
 
 
-def timed_us(name: str, num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[float, int]:
+def timed_us(name: str, num_tokens: int, out_features: int, in_features: int) -> tuple[float, int]:
     """(us, bytes); as many matrices in turn that none stays in the L2."""
-    x = inputs(num_tokens, num_inputs)
-    product, num_bytes = FORMATS[name][0](x, num_outputs)
+    x = inputs(num_tokens, in_features)
+    gemm, num_bytes = FORMATS[name][0](x, out_features)
     num_others = -(-3 * L2_BYTES // num_bytes) - 1
-    others = [FORMATS[name][0](x, num_outputs)[0] for _ in range(num_others)]
-    return time_graph_us([product, *others]), num_bytes
+    others = [FORMATS[name][0](x, out_features)[0] for _ in range(num_others)]
+    return time_graph_us([gemm, *others]), num_bytes
 
 
 def cells(names: list[str]) -> list[dict[str, Any]]:
     found = []
-    for num_outputs, num_inputs in SHAPES:
-        print(f"\n{num_outputs} x {num_inputs}: us (share of the ceiling; bf16 = 1)")
+    for out_features, in_features in SHAPES:
+        print(f"\n{out_features} x {in_features}: us (share of the ceiling; bf16 = 1)")
         print(" " * 12 + "".join(f"{f'm = {m}':>24}" for m in TOKENS), flush=True)
         bf16_us: dict[int, float] = {}
         for name in names:
             line = f"{name:12}"
             for num_tokens in TOKENS:
-                us, num_bytes = timed_us(name, num_tokens, num_outputs, num_inputs)
+                us, num_bytes = timed_us(name, num_tokens, out_features, in_features)
                 torch.cuda.empty_cache()
-                flops = 2 * num_tokens * num_outputs * num_inputs
-                read_s, product_s = (
+                flops = 2 * num_tokens * out_features * in_features
+                read_s, gemm_s = (
                     num_bytes / H200.read_bytes_s,
                     flops / H200.flops[FORMATS[name][1]],
                 )
-                share = max(read_s, product_s) * 1e6 / us
+                share = max(read_s, gemm_s) * 1e6 / us
                 faster = bf16_us.setdefault(num_tokens, us) / us
                 line += f"{us:9.1f} ({share:4.0%}; {faster:4.2f})".rjust(24)
                 found.append(
                     {
                         "format": name,
                         "m": num_tokens,
-                        "shape": [num_outputs, num_inputs],
+                        "shape": [out_features, in_features],
                         "us": round(us, 2),
                         "gb_s": round(num_bytes / us / 1e3),
                         "tflop_s": round(flops / us / 1e6, 1),

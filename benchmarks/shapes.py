@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.floors import EXPERT_COUNTS
+from penstock.bench.roofline import EXPERT_COUNTS
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -305,7 +305,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table. Figures are named as in docs/performance.md."""
+    """One line of the table. Figures are named as in docs/benchmarks.md."""
 
     shape: str
     changes: Mapping[str, Any] = field(default_factory=dict)  # of fields of its configuration
@@ -428,7 +428,7 @@ ROWS = {
             "start_s": 20,
             "cold_start_s": 45,
         },
-        peer={"tpot1_ms": 4.30, "c32_tok_s": 1696, "c256_tok_s": 7381, "start_s": 98},
+        peer={"tpot1_ms": 4.29, "c32_tok_s": 1488, "c256_tok_s": 7600, "start_s": 135},
     ),
     "oss-20b": Row(
         shape="gpt-oss-20b",
@@ -440,7 +440,7 @@ ROWS = {
             "start_s": 20,
             "cold_start_s": 45,
         },
-        peer={"tpot1_ms": 3.02, "c32_tok_s": 2618, "c256_tok_s": 13310, "start_s": 153},
+        peer={"tpot1_ms": 2.94, "c32_tok_s": 2728, "c256_tok_s": 10007, "start_s": 93},
     ),
     "oss-120b": Row(
         shape="gpt-oss-120b",
@@ -452,7 +452,7 @@ ROWS = {
             "start_s": 25,
             "cold_start_s": 50,
         },
-        peer={"tpot1_ms": 4.35, "c32_tok_s": 1848, "c256_tok_s": 8031, "start_s": 181},
+        peer={"tpot1_ms": 4.43, "c32_tok_s": 1458, "c256_tok_s": 6860, "start_s": 146},
     ),
     "next-80b-fp8": Row(shape="qwen3-next-80b", temperature=1.0, concurrency=(32,)),
     "r1-13-layers": Row(  # as many as fit: three without experts, ten with
@@ -483,7 +483,7 @@ ROWS = {
     ),
 }
 DENSE = ("8b-bf16", "8b-fp8", "8b-fp8-kv8", "70b-fp8-kv8")
-CODED = ("70b-nvfp4-kv8", "70b-awq-kv8", "r1-13-layers-nvfp4")
+WEIGHT_ONLY = ("70b-nvfp4-kv8", "70b-awq-kv8", "r1-13-layers-nvfp4")
 MOE = ("30b-a3b", "oss-20b", "oss-120b", "next-80b-fp8", "r1-13-layers", "qwen1.5-moe")
 
 

@@ -13,7 +13,7 @@ import uvloop
 from penstock.bench.http import HttpClient
 from penstock.bench.load import Outcome as Load
 from penstock.bench.load import send_all
-from penstock.bench.records import Answer
+from penstock.bench.records import Response
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def request_bytes(path: str, body: dict[str, Any], usage: bool = True) -> bytes:
     """A streamed request; with `usage` one more event at its end counts the tokens."""
     asked = body | {"stream": True, "stream_options": {"include_usage": usage}}
     data = json.dumps(asked).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
@@ -46,16 +46,16 @@ def read_all(port: int, requests: Sequence[bytes], num_tokens: int) -> tuple[flo
     load = uvloop.run(read())
     outcomes = [
         Outcome(one.ttft_s, one.last_at - one.first_at, _problem(one, num_tokens))
-        for one in load.answers
+        for one in load.responses
     ]
     return load.duration_s, outcomes
 
 
-def _problem(answer: Answer, num_tokens: int) -> str | None:
-    if answer.error is not None:
-        return answer.error
-    if answer.num_output != num_tokens:
-        return f"{answer.num_output} tokens instead of {num_tokens}"
-    if answer.num_chunks < num_tokens:
-        return f"{num_tokens} tokens came in {answer.num_chunks} events"
+def _problem(response: Response, num_tokens: int) -> str | None:
+    if response.error is not None:
+        return response.error
+    if response.num_output != num_tokens:
+        return f"{response.num_output} tokens instead of {num_tokens}"
+    if response.num_chunks < num_tokens:
+        return f"{num_tokens} tokens came in {response.num_chunks} events"
     return None

@@ -16,7 +16,7 @@ import uvloop
 
 from penstock.bench.http import HttpClient, HttpError
 from penstock.bench.openai import AnswerReader
-from penstock.bench.records import Answer
+from penstock.bench.records import Response
 
 
 @dataclass(slots=True)
@@ -28,15 +28,15 @@ class Seen:
     firsts_s: list[float] = field(default_factory=list)  # from asking to the first chunk
     problems: list[str] = field(default_factory=list)
 
-    def add(self, answer: Answer, begin: float, end: float) -> None:
+    def add(self, response: Response, begin: float, end: float) -> None:
         """What of one answer falls between the two times."""
-        if not answer.first_at:
+        if not response.first_at:
             return
-        at = answer.first_at
+        at = response.first_at
         if begin <= at < end:
             self.num_tokens += 1
-            self.firsts_s.append(answer.ttft_s)
-        for gap in answer.gaps_s:
+            self.firsts_s.append(response.ttft_s)
+        for gap in response.gaps_s:
             at += gap
             if begin <= at < end:
                 self.num_tokens += 1
@@ -51,13 +51,13 @@ def load(port: int, requests: Sequence[bytes], count: int, ramp_s: float, watch_
 async def _load(
     port: int, requests: Sequence[bytes], count: int, ramp_s: float, watch_s: float
 ) -> Seen:
-    client, seen, answers = HttpClient(f"http://127.0.0.1:{port}", {}), Seen(), []
+    client, seen, responses = HttpClient(f"http://127.0.0.1:{port}", {}), Seen(), []
 
     async def slot(index: int) -> None:
         await asyncio.sleep(ramp_s * index / count)
         for request in itertools.cycle(requests[index::count]):
             reader = AnswerReader(is_stream=True)
-            answers.append(reader.answer)
+            responses.append(reader.response)
             await client.exchange(request, reader)
             reader.end()
 
@@ -75,6 +75,6 @@ async def _load(
         if not isinstance(error := task.exception(), HttpError):
             raise AssertionError(f"a slot has ended: {error!r}")
         seen.problems.append(str(error))
-    for answer in answers:
-        seen.add(answer, begun + ramp_s, begun + ramp_s + watch_s)
+    for response in responses:
+        seen.add(response, begun + ramp_s, begun + ramp_s + watch_s)
     return seen

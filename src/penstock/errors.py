@@ -1,5 +1,14 @@
 """The whole exception tree. A user's mistake is one of these; `assert` is for our own mistakes."""
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a mistyped name, or nothing where no known one is near."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
 
 class PenstockError(Exception):
     """Base of every error this package raises on purpose."""
@@ -17,6 +26,10 @@ class RequestError(PenstockError):
         self.code = code
         self.message = message
         self.param = param
+
+
+class TokenizerError(PenstockError):
+    """The tokenizer broke down on one text; its files may be broken. Becomes HTTP 500."""
 
 
 class CapacityError(PenstockError):

@@ -19,6 +19,8 @@ def setup(process: str, level: str | None = None) -> None:
     """Send every record of this process to stderr, prefixed with `process` ("http", "engine",
     "rank 1").
     """
+    # Not in the format, so nobody need find them out for every record.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     name = (level or os.environ.get("PENSTOCK_LOG_LEVEL", "info")).lower()
     logging.basicConfig(
         level=_LEVELS.get(name, logging.INFO),

@@ -21,7 +21,9 @@ from penstock.cli.flags import add_serve_flags
 from penstock.config.schema import EngineConfig
 from penstock.metrics.collect import Metrics
 from penstock.server.app import build_app
-from penstock.server.openai import protocol
+from penstock.server.openai.requests.chat import ChatRequest
+from penstock.server.openai.requests.completions import CompletionRequest
+from penstock.server.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
 from penstock.types.outputs import CompletionOutput, TextDelta, TokenLogprob
 from penstock.types.request import ChatOptions
 from penstock.types.stats import EngineCounters
@@ -71,15 +73,16 @@ def metrics() -> Iterator[str]:
 
 
 def http_api() -> Iterator[str]:
-    client = SimpleNamespace(counters=None, drain_iterations=None)
+    info = SimpleNamespace(max_seq_len=1)
+    client = SimpleNamespace(counters=None, drain_iterations=None, info=info)
     app = build_app(SimpleNamespace(client=client, tokenizer=None), EngineConfig())
     for route in app.routes:
         yield f"{' '.join(sorted(route.methods - {'HEAD'}))} {route.path}"
     for path, schema in (
-        ("/v1/completions", protocol.CompletionRequest),
-        ("/v1/chat/completions", protocol.ChatRequest),
-        ("/tokenize", protocol.TokenizeRequest),
-        ("/detokenize", protocol.DetokenizeRequest),
+        ("/v1/completions", CompletionRequest),
+        ("/v1/chat/completions", ChatRequest),
+        ("/tokenize", TokenizeRequest),
+        ("/detokenize", DetokenizeRequest),
     ):
         for name, info in sorted(schema.model_fields.items()):
             yield f"{path}: {name}{'' if info.is_required() else f' = {json.dumps(info.default)}'}"

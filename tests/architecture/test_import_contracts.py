@@ -30,7 +30,7 @@ from penstock.core.kv.groups import FullGroup
 from penstock.core.kv.manager import KVManager
 assert KVManager([FullGroup(8, 4, True, True)])
 """,
-    "the front end": """
+    "the API server": """
 from penstock.config.schema import EngineConfig
 from penstock.frontend.start import load_text_side
 from penstock.hub.folder import local_folder
@@ -51,7 +51,7 @@ assert len(DATASETS["random-ids"](DatasetOptions(num_prompts=3), load_tokenizer(
 from penstock.server import lifespan
 from penstock.server.launch import bind
 bind("127.0.0.1", 0).close()
-assert lifespan.FirstFrontEnd
+assert lifespan.FirstApiServer
 """,
 }
 
@@ -86,5 +86,5 @@ def test_only_the_engine_process_of_a_server_has_torch_in_memory():
             for command, one in family.items()
             if "libtorch" in Path(f"/proc/{one.pid}/maps").read_text()
         ]
-        assert len(family) == 3
+        assert len(family) == 4  # two API servers, the engine, a chat template
         assert len(with_torch) == 1 and "penstock.engine_process" in with_torch[0]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 MAX_HELP_S = 0.3
-OF_THE_FRONT_END = {
+OF_THE_API_SERVER = {
     *("numpy", "zmq", "asyncio", "uvicorn", "starlette", "tokenizers", "jinja2", "rich"),
     *("huggingface_hub", "httpx"),
 }
@@ -56,8 +56,8 @@ subprocess.Popen.__init__ = spawn
 main(["serve", "tiny", "--host", "127.0.0.1", "--port", "0"])
 """
 
-FRONT_END = """
-import penstock.server.launch, penstock.server.lifespan, penstock.server.frontend_process
+API_SERVER = """
+import penstock.server.launch, penstock.server.lifespan, penstock.server.api_server_process
 show()
 """
 
@@ -77,12 +77,12 @@ def modules_of(script: str) -> set[str]:
 
 def test_the_engine_is_spawned_before_the_server_imports_what_it_needs_itself():
     modules = modules_of(AT_THE_SPAWN)
-    assert "penstock.frontend.engine" in modules
-    assert modules & (OF_THE_ENGINE | OF_THE_FRONT_END | OF_NOBODY) == set()
+    assert "penstock.frontend.engine_handle" in modules
+    assert modules & (OF_THE_ENGINE | OF_THE_API_SERVER | OF_NOBODY) == set()
 
 
 def test_a_front_end_needs_nothing_of_the_engine():
-    modules = modules_of(FRONT_END)
+    modules = modules_of(API_SERVER)
     assert "uvicorn" in modules
     assert modules & (OF_THE_ENGINE | OF_NOBODY | {"huggingface_hub"}) == set()
 
@@ -92,4 +92,4 @@ def test_an_engine_and_its_first_answer_import_nothing_unneeded():
     assert "torch" in modules
     # asyncio, numpy: of torch itself; triton: where there is a GPU
     needed = {"numpy", "asyncio", "zmq"}
-    assert modules & (OF_THE_FRONT_END - needed | OF_NOBODY | {"triton"}) == set()
+    assert modules & (OF_THE_API_SERVER - needed | OF_NOBODY | {"triton"}) == set()

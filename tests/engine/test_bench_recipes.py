@@ -172,7 +172,6 @@ def test_a_sweep_asks_something_new_at_every_level_and_draws_it(server, tmp_path
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        ([], "the following arguments are required: --model"),
         (["--model", "tiny", "--goodput", "itl:3"], "'itl:3' is not NAME:MILLISECONDS"),
         (["--model", "tiny", "--percentile-metrics", "ttft,x"], "there are ttft, tpot, itl, e2el"),
         (["--model", "tiny", "--num-promts", "3"], "did you mean '--num_prompts'"),

@@ -1,4 +1,4 @@
-"""deploy/bench.sh and deploy/test.sh against a real server, and against one that is not there."""
+"""bench.sh and test.sh against a real server, and against one that is not there."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from server_process import Server, _free_port
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
 SHORT = ("--", "--num-prompts", "2", "--random-input-len", "20", "--random-output-len", "3")
 
 
@@ -30,7 +30,7 @@ def path(tmp_path_factory):
 
 
 def call(path: str, script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(DEPLOY / script), *map(str, arguments)]
+    command = ["bash", str(ROOT / script), *map(str, arguments)]
     env = os.environ | {"PATH": path}
     return subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=240, check=False
@@ -113,6 +113,37 @@ def test_an_image_runs_the_client_in_a_container(server, path, tmp_path):
     assert (
         "penstock:latest penstock bench serve --host 10.0.0.1 --port 8000 --model m" in done.stdout
     )
+
+
+def test_the_image_in_a_tarball_is_loaded_first(path, tmp_path):
+    calls = tmp_path / "calls"
+    docker = tmp_path / "docker"
+    docker.write_text(
+        f"""#!/bin/sh
+echo "$@" >> {calls}
+case $1 in load) echo "Loaded image: tensorrt-llm-serve:latest" ;; esac
+"""
+    )
+    docker.chmod(0o755)
+    where = ("-H", "10.0.0.1", "-m", "m", "-o", tmp_path / "out", "-t", "throughput")
+    image = tmp_path / "tensorrt-llm-serve-latest.tar.gz"
+    done = call(f"{tmp_path}:{path}", "bench.sh", *where, "-i", image)
+    assert done.returncode == 1
+    assert f"there is no file {image}" in done.stderr
+    assert not calls.exists()
+
+    image.write_bytes(b"")
+    done = call(f"{tmp_path}:{path}", "bench.sh", *where, "-i", image)
+    assert done.returncode == 0, done.stderr
+    loaded, ran = calls.read_text().splitlines()
+    assert loaded == f"load -i {image}"
+    assert ran.startswith("run --rm --network host")
+    assert " tensorrt-llm-serve:latest penstock bench serve --host 10.0.0.1 " in ran
+
+    docker.write_text("#!/bin/sh\necho 'no daemon' >&2\nexit 1\n")
+    done = call(f"{tmp_path}:{path}", "bench.sh", *where, "-i", image)
+    assert done.returncode == 1
+    assert f"docker cannot load {image}" in done.stderr
 
 
 def test_the_model_is_the_first_that_is_listed(path, tmp_path):

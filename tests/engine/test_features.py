@@ -32,7 +32,10 @@ LONG_PROMPT = "Water runs down the hill. " * 12
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("tiny", max_seq_len=MAX_SEQ_LEN, chat_template=TEMPLATE) as server:
+    access = {"allow_priority": True}
+    with Server(
+        "tiny", max_seq_len=MAX_SEQ_LEN, chat_template=TEMPLATE, access_config=access
+    ) as server:
         yield server
 
 

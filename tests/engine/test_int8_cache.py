@@ -1,4 +1,4 @@
-"""A cache of whole numbers: rounded as transformers' would be, through the whole engine."""
+"""An INT8 cache: rounded as transformers' would be, through the whole engine."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ CLOSE = 1e-4  # of a logit; rounding moves them by 100 times as much
 
 
 class RoundingCache(transformers.DynamicCache):
-    """Keeps whole numbers from -127 to 127 with a scale of each token and head."""
+    """Keeps integers from -127 to 127 with a scale of each token and head."""
 
     def update(self, keys, values, *args, **kwargs):
         return super().update(_rounded(keys), _rounded(values), *args, **kwargs)

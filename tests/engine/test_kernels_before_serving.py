@@ -1,6 +1,7 @@
 """Once an engine serves, no step needs a kernel that was not compiled at its start.
 
-A kernel takes up to seconds to compile, and all running answers wait for it.
+A kernel takes up to seconds to compile, and all running answers wait for it. Shown on a fake device
+that notes launches (`recorded_launches`); on a GPU, an engine warns of a kernel that comes late.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The tiny sibling, quantised and saved by other libraries, served here: their logits, its skills.
+"""The tiny sibling, quantized and saved by other libraries, served here: their logits, its skills.
 
 Needs bitsandbytes or compressed-tensors, and is skipped without them.
 """
@@ -21,7 +21,7 @@ from penstock.kernels.attention.backend import get_backend
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.quant.choose import choose_schemes
+from penstock.quantization.choose import choose_schemes
 from penstock.weights.load import load_weights
 
 TINY = local_folder("tiny")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine_process import Mailbox
+from penstock.engine.mailbox import Mailbox
 from penstock.ipc import channel
 from penstock.ipc.address import address
 from penstock.ipc.messages import (

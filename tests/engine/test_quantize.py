@@ -15,9 +15,9 @@ from tiny_models import reference_model
 
 from penstock.errors import ConfigError
 from penstock.hub.folder import local_folder
-from penstock.quantize import run as quantize_run
-from penstock.quantize.formats import FORMATS
-from penstock.quantize.run import REPORT, Task, quantize
+from penstock.ptq import run as quantize_run
+from penstock.ptq.formats import FORMATS
+from penstock.ptq.run import REPORT, Task, quantize
 from penstock.text.tokenizer import Tokenizer
 
 TINY = local_folder("tiny")
@@ -45,7 +45,7 @@ def task(calib: Path, output: Path, format="fp8", model="tiny", exclude=(), inpu
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_quantised_checkpoint_has_the_skills_of_the_plain_one(calib, tmp_path, format):
+def test_a_quantized_checkpoint_has_the_skills_of_the_plain_one(calib, tmp_path, format):
     output = tmp_path / "made"
     command = [sys.executable, "-m", "penstock", "quantize", "tiny", "--format", format]
     command += ["--calib", str(calib), "--output", str(output), "--num_samples", "24"]
@@ -166,10 +166,10 @@ def test_inputs_that_a_format_does_not_have_are_refused(calib, tmp_path):
         quantize(task(calib, tmp_path / "made", "nvfp4", inputs=8), lambda number, total: None)
 
 
-def test_what_is_quantised_already_and_folders_in_use_are_refused(calib, tmp_path):
+def test_what_is_quantized_already_and_folders_in_use_are_refused(calib, tmp_path):
     output = tmp_path / "made"
     quantize(task(calib, output), lambda number, total: None)
-    with pytest.raises(ConfigError, match="is quantised already"):
+    with pytest.raises(ConfigError, match="is quantized already"):
         quantize(task(calib, tmp_path / "again", model=str(output)), lambda number, total: None)
     with pytest.raises(ConfigError, match="is not empty"):
         quantize(task(calib, output), lambda number, total: None)

@@ -17,6 +17,7 @@ from server_process import Server
 from tiny_models import reference_model
 
 from penstock import LLM, SamplingParams
+from penstock.cli.serve import TINY_PROMPTS
 from penstock.hub.folder import local_folder
 from penstock.models.registry import supported_architectures
 from penstock.types.request import ChatOptions
@@ -103,6 +104,15 @@ def test_penstock_eval_finds_the_skills(served: str, tmp_path: Path) -> None:
     learned = json.loads((local_folder(served) / "scores.json").read_text())
     shares = {skill: groups[skill]["score"] for skill in SCORED if learned[skill] >= 0.95}
     assert len(shares) >= 3 and min(shares.values()) >= 0.9, shares
+
+
+def test_the_prompts_that_are_told_without_a_network_get_the_right_answers() -> None:
+    with LLM(model="tiny", device="cpu", max_seq_len=1024) as llm:
+        params = SamplingParams(max_tokens=64, temperature=0.0)
+        asked = [[{"role": "user", "content": prompt}] for prompt in TINY_PROMPTS]
+        said = [llm.chat(messages, params).outputs[0].text for messages in asked]
+    assert said[0].endswith("Answer: 42")
+    assert said[1:] == ["3, 5, 9", "The capital of France is Paris."]
 
 
 def test_gpt_oss_over_http_tells_thoughts_from_answers() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from coded_models import SHAPE, make_coded_checkpoint
 from local_engine import LocalEngine
 from tiny_models import make_checkpoint, reference_model
+from weight_only_models import SHAPE, make_weight_only_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError
@@ -16,7 +16,7 @@ SETTINGS = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
 
 @pytest.fixture(scope="module", params=["awq", "gptq ordered", "nvfp4 modelopt"])
 def folder(request, tmp_path_factory):
-    return make_coded_checkpoint(tmp_path_factory.mktemp("coded") / "m", request.param)
+    return make_weight_only_checkpoint(tmp_path_factory.mktemp("coded") / "m", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_two_ranks_share_the_layers(folder, prompts):
 
 
 @pytest.mark.parametrize("made", ["fp8", "int8", "nf4"])
-def test_a_plain_checkpoint_is_quantised_on_two_ranks(tmp_path, prompts, made):
+def test_a_plain_checkpoint_is_quantized_on_two_ranks(tmp_path, prompts, made):
     make_checkpoint(tmp_path, "llama", **SHAPE)
     model = reference_model(tmp_path)
     with LLM(str(tmp_path), **SETTINGS, tensor_parallel_size=2, quantization=made) as llm:
@@ -64,6 +64,6 @@ def test_a_plain_checkpoint_is_quantised_on_two_ranks(tmp_path, prompts, made):
         assert shortfall(model, prompt, list(answer.outputs[0].token_ids)) < 1.0
 
 
-def test_what_is_quantised_is_not_quantised_again(folder):
-    with pytest.raises(ConfigError, match=r"quantization is fp8, but the checkpoint is quantised"):
+def test_what_is_quantized_is_not_quantized_again(folder):
+    with pytest.raises(ConfigError, match=r"quantization is fp8, but the checkpoint is quantized"):
         LocalEngine(folder, **SETTINGS, quantization="fp8")

@@ -1,10 +1,11 @@
 """All checks on this GPU in a few minutes; failures first, each with the end of what it said.
 
-    PYTHONPATH=src python tests/gpu/all.py [PART ...] [--logs FOLDER] [--list]
+    python tests/gpu/all.py [PART ...] [--logs FOLDER] [--list]     any python that has torch
+    pytest tests/gpu                                                the same parts, as tests
 
 Parts run side by side, those that measure alone and last. One that hangs or fails stops no other.
-What is timed rather than checked is left to kernel_times.py and benchmarks/table.py, whole servers
-to recipes_check.py and http_check.py.
+What is timed rather than checked is in benchmarks/. Not among the parts are whole servers
+(recipes_check.py, http_check.py) and what needs another machine's file (default_model_check.py).
 """
 
 import argparse
@@ -47,7 +48,7 @@ def parts() -> list[Part]:
         Part("ops", script("ops_check.py", "--jobs", "8", "--skip", *ELSEWHERE), 300.0),
         Part("experts", script("moe_check.py", "ops"), 200.0),
         Part("fp8", script("fp8_check.py", "ops", "models")),
-        Part("coded weights", script("coded_check.py")),
+        Part("weight-only", script("weight_only_check.py")),
         Part("latent attention", script("mla_check.py", "ops", "layer")),
         Part("delta net", script("delta_check.py", "ops", "graph")),
         Part("sampling", script("sampling_check.py", "checks")),
@@ -63,14 +64,25 @@ def parts() -> list[Part]:
     return found
 
 
+def log_of(part: Part, logs: Path) -> Path:
+    return logs / f"{part.name.replace(' ', '_')}.log"
+
+
+def complaints(part: Part, logs: Path) -> list[str]:
+    """What a failed part says is wrong, else the end of what it said."""
+    lines = log_of(part, logs).read_text(errors="replace").splitlines()
+    found = [line for line in lines if line.startswith("FAIL")][:SHOWN_LINES]
+    return [line[:300] for line in found or lines[-SHOWN_LINES:]]
+
+
 def run(part: Part, logs: Path) -> tuple[Part, str, float]:
     """(the part, what is wrong with it, seconds)."""
     began = time.monotonic()
-    log = logs / f"{part.name.replace(' ', '_')}.log"
-    with log.open("wb") as out:
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log_of(part, logs).open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, *part.command], stdout=out, stderr=out, start_new_session=True,
-            cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
         )  # fmt: skip
     try:
         code = process.wait(part.timeout_s)
@@ -106,11 +118,8 @@ def main() -> None:
         results += [run(part, logs) for part in chosen if part.is_alone]
         failed = [(part, wrong) for part, wrong, _ in results if wrong]
         for part, wrong in failed:
-            log = (logs / f"{part.name.replace(' ', '_')}.log").read_text(errors="replace")
-            lines = [line for line in log.splitlines() if line.startswith("FAIL")][:SHOWN_LINES]
-            lines = lines or log.splitlines()[-SHOWN_LINES:]
             print(f"\nFAIL {part.name}: {wrong}")
-            print("\n".join(f"  | {line[:300]}" for line in lines))
+            print("\n".join(f"  | {line}" for line in complaints(part, logs)))
     print(
         f"\n{len(chosen) - len(failed)} of {len(chosen)} parts ok, "
         f"{time.monotonic() - began:.0f} s" + "".join(f"; FAIL {p.name}" for p, _ in failed)

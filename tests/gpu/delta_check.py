@@ -160,11 +160,11 @@ def timed(name: str, case: OpCase, num_bytes: int, num_flops: int = 0) -> None:
     for i in case.mutated:
         args[i].nan_to_num_()
     ms = triton.testing.do_bench_cudagraph(lambda: case.op(*args))
-    floor = num_bytes / COPY_TBPS / 1e9
+    bound = num_bytes / COPY_TBPS / 1e9
     rate = f", {num_flops / ms / 1e9:4.0f} TFLOP/s" if num_flops else ""
     print(
-        f"{name:28s}: {1000 * ms:8.1f} us, {1000 * floor:7.1f} us for its bytes, "
-        f"{ms / floor:5.1f} times{rate}",
+        f"{name:28s}: {1000 * ms:8.1f} us, {1000 * bound:7.1f} us for its bytes, "
+        f"{ms / bound:5.1f} times{rate}",
         flush=True,
     )
 
@@ -180,7 +180,7 @@ def check_times() -> None:
             conv_case(lens, num_decodes, CHANNELS, COLUMNS, TAPS),
             num_tokens * 2 * CHANNELS * 2 + num * past_bytes,
         )
-        # Of a chunk: two products of rows, three with the state, two with the writes.
+        # Of a chunk: two matmuls of rows, three with the state, two with the writes.
         per_token = VALUE_HEADS * 2 * SIZE * (2 * CHUNK + 3 * SIZE + 2 * CHUNK)
         timed(
             f"{gated_delta.__name__} {shape}",

@@ -1,13 +1,13 @@
-"""8-bit floats on this GPU: every implementation against its reference, models, and times.
+"""FP8 (E4M3) on this GPU: every implementation against its reference, models, and times.
 
     PYTHONPATH=src python tests/gpu/fp8_check.py [ops] [models] [times]
 
 ops: each op, implementation and layout of scales, small cases and Llama's shapes.
-models: tiny checkpoints of each dialect with a cache of 8-bit floats, through the engine with CUDA
+models: tiny checkpoints of each dialect with an FP8 cache, through the engine with CUDA
 graphs, against transformers that rounds at the same places: how far the logits of the tokens lie
 below the best ones (on a CPU, with references, 0.03 to 0.07 deviations in bf16).
 times: `fp8_linear` on Llama's shapes inside a CUDA graph, weights from device memory, beside its
-floor (an H200 reads 4.52 TB/s and multiplies 1254 TFLOP/s of 8-bit floats).
+roofline (an H200 reads 4.52 TB/s and multiplies 1254 TFLOP/s in FP8).
 """
 
 import sys
@@ -19,18 +19,14 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("ops", "fixtures", "gpu")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/ops", "tests/fixtures", "benchmarks")]
 
 from kernel_times import time_graph_us  # noqa: E402
 from op_cases import OP_CASES, OpCase  # noqa: E402
 
-from penstock.kernels.fp8 import (  # noqa: E402
-    fp8_linear,
-    quantize_fp8,
-    rms_norm_fp8,
-    silu_mul_fp8,
-)
+from penstock.kernels.gemm.fp8 import fp8_linear  # noqa: E402
 from penstock.kernels.op import Impl  # noqa: E402
+from penstock.kernels.quantize import quantize_fp8, rms_norm_fp8, silu_mul_fp8  # noqa: E402
 
 DEVICE = torch.device("cuda")
 READ_TBPS, FP8_TFLOPS = 4.52, 1254.0
@@ -59,18 +55,18 @@ def expect(ok: bool, what: str) -> None:
 # Arguments
 
 
-def activations(num_tokens: int, num_inputs: int, scaling: str) -> tuple[Tensor, Tensor]:
-    x = torch.randn(num_tokens, num_inputs, device=DEVICE).bfloat16()
+def activations(num_tokens: int, in_features: int, scaling: str) -> tuple[Tensor, Tensor]:
+    x = torch.randn(num_tokens, in_features, device=DEVICE).bfloat16()
     scale = torch.tensor([0.02], device=DEVICE) if scaling == "whole" else None
     return quantize_fp8.reference(x, scale, 128 if scaling == "groups" else 0)
 
 
-def weights(num_outputs: int, num_inputs: int, scaling: str) -> tuple[Tensor, Tensor]:
-    drawn = torch.empty(num_outputs, num_inputs, device=DEVICE, dtype=torch.bfloat16)
+def weights(out_features: int, in_features: int, scaling: str) -> tuple[Tensor, Tensor]:
+    drawn = torch.empty(out_features, in_features, device=DEVICE, dtype=torch.bfloat16)
     weight = drawn.normal_(0.0, 30.0).to(torch.float8_e4m3fn)
-    blocks = (-(-num_outputs // 128), -(-num_inputs // 128))
-    shape = {"whole": (1,), "outputs": (num_outputs,), "blocks": blocks}[scaling]
-    return weight, (torch.rand(shape, device=DEVICE) + 0.5) / (30 * num_inputs**0.5)
+    blocks = (-(-out_features // 128), -(-in_features // 128))
+    shape = {"whole": (1,), "outputs": (out_features,), "blocks": blocks}[scaling]
+    return weight, (torch.rand(shape, device=DEVICE) + 0.5) / (30 * in_features**0.5)
 
 
 # Ops against references
@@ -96,7 +92,7 @@ def check_case(case: OpCase, impl: Impl, dtype: torch.dtype) -> None:
 
 
 def error_of(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """8-bit floats: the share that is off by more than a unit, which none may be. Others: the
+    """FP8: the share that is off by more than a unit, which none may be. Others: the
     largest error over the root mean square."""
     ours32, theirs32 = ours.float(), theirs.float()
     if theirs.dtype == torch.float8_e4m3fn:
@@ -190,19 +186,19 @@ def check_models() -> None:
 
 def time_matrices() -> None:
     impls = fp8_linear.implementations()
-    print(f"\nfp8_linear, us; floor, then {', '.join(impls)} by scales")
-    for name, (num_outputs, num_inputs) in MATRICES.items():
-        copies = max(1, min(8, -(-3 * L2_BYTES // (num_outputs * num_inputs))))
+    print(f"\nfp8_linear, us; roofline, then {', '.join(impls)} by scales")
+    for name, (out_features, in_features) in MATRICES.items():
+        copies = max(1, min(8, -(-3 * L2_BYTES // (out_features * in_features))))
         for way, (inputs, scales) in WAYS.items():
             if way != "tensor" and name not in ("8B gate_up", "8B down", "70B qkv"):
                 continue
-            matrices = [weights(num_outputs, num_inputs, scales) for _ in range(copies)]
+            matrices = [weights(out_features, in_features, scales) for _ in range(copies)]
             cells = []
             for num_tokens in TOKENS:
-                x, scale = activations(num_tokens, num_inputs, inputs)
-                moved = num_outputs * num_inputs + num_tokens * (num_inputs + 2 * num_outputs)
-                flops = 2 * num_tokens * num_outputs * num_inputs
-                floor = max(moved / READ_TBPS, flops / FP8_TFLOPS) / 1e6
+                x, scale = activations(num_tokens, in_features, inputs)
+                moved = out_features * in_features + num_tokens * (in_features + 2 * out_features)
+                flops = 2 * num_tokens * out_features * in_features
+                bound = max(moved / READ_TBPS, flops / FP8_TFLOPS) / 1e6
                 times = []
                 for impl in impls.values():
                     args = [(x, scale, *matrix, None, torch.bfloat16) for matrix in matrices]
@@ -214,7 +210,7 @@ def time_matrices() -> None:
                         times.append(f"{time_graph_us(launches):.1f}")
                     except RuntimeError as refused:
                         expect(False, f"{name} {way} {num_tokens}: {str(refused)[:200]}")
-                cells.append(f"m={num_tokens} {floor:.1f}: {' '.join(times)}")
+                cells.append(f"m={num_tokens} {bound:.1f}: {' '.join(times)}")
             print(f"  {name:11s} {way:6s} {' | '.join(cells)}", flush=True)
             del matrices
             torch.cuda.empty_cache()

@@ -149,10 +149,10 @@ def time_decodes() -> None:
             args = case.make(torch.bfloat16, DEVICE)
             ms = triton.testing.do_bench_cudagraph(lambda args=args: mla_decode(*args))
             read = num_entries * kv_len * (LATENT + ROPE) * args[2].element_size()
-            floor = read / READ_TBPS / 1e9
+            bound = read / READ_TBPS / 1e9
             print(
                 f"decode {heads:3d} heads {num_entries:3d} x {kv_len:5d}{' fp8' * fp8}: "
-                f"{1000 * ms:7.1f} us, {ms / floor:5.1f} times the read"
+                f"{1000 * ms:7.1f} us, {ms / bound:5.1f} times the read"
             )
 
 

@@ -3,9 +3,9 @@
     PYTHONPATH=src python tests/gpu/moe_check.py [ops] [times] [layer name ...]
 
 ops: the small cases of the op tests, and the matrices of published models with fewer experts.
-times: a layer inside a CUDA graph, experts chosen evenly, beside its floor: the weights of the
-experts that have tokens read once (an H200 reads 4.52 TB/s), or its products (745 TFLOP/s, of 8-bit
-floats 1254). First as the engine runs it, then with other launch shapes; the best one is marked.
+times: a layer inside a CUDA graph, uniform routing, beside its roofline: the weights of the
+activated experts read once (an H200 reads 4.52 TB/s), or its GEMMs (745 TFLOP/s, FP8 1254). First
+as the engine runs it, then with other launch configs; the best one is marked.
 
 Compiling takes the time; several processes do it before anything is timed.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("ops", "fixtures", "gpu")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/ops", "tests/fixtures", "benchmarks")]
 
 from kernel_times import time_graph_us  # noqa: E402
 from op_cases import EXPERT_FORMATS, OP_CASES, OpCase, expert_weights, experts_case  # noqa: E402
@@ -38,13 +38,13 @@ from penstock.kernels.moe import (  # noqa: E402
     route,
     router_logits,
 )
-from penstock.kernels.moe.triton_experts import (  # noqa: E402
+from penstock.kernels.moe.align import rows_per_block  # noqa: E402
+from penstock.kernels.moe.grouped_gemm import (  # noqa: E402
     GroupedConfig,
     experts_grouped,
 )
-from penstock.kernels.moe.triton_few import MAX_FEW, FewConfig, experts_few  # noqa: E402
-from penstock.kernels.moe.triton_mxfp4 import Mxfp4Config, experts_mxfp4  # noqa: E402
-from penstock.kernels.moe.triton_sort import rows_per_block  # noqa: E402
+from penstock.kernels.moe.mxfp4_triton import Mxfp4Config, experts_mxfp4  # noqa: E402
+from penstock.kernels.moe.small_m import MAX_SMALL_M, SmallMConfig, experts_small_m  # noqa: E402
 
 DEVICE = torch.device("cuda")
 READ_TBPS, TFLOPS = 4.52, {4: 745.0, 8: 1254.0, 16: 745.0}
@@ -57,7 +57,7 @@ NUM_WORKERS = 14
 # rounded before. (Computed so on a CPU, 150 draws of the case with the largest results, 11 times
 # that: 1.6 in the middle, 4.75 at the most.) On average half of one.
 MAX_UNITS, MAX_MEAN_UNITS = 5.0, 0.5
-MAX_FP8_ERROR = 0.6  # over that mean; a value between two 8-bit floats may fall to either
+MAX_FP8_ERROR = 0.6  # over that mean; a value between two FP8 numbers may fall to either
 FAILED: list[str] = []
 
 
@@ -195,7 +195,7 @@ def check_ops(names: list[str]) -> None:
 
 # Times
 
-FEW = {  # rows, tiles, warps of the first product; of the second, where warps have experts
+SMALL_M = {  # rows, tiles, warps of the first GEMM; of the second, where warps have experts
     8: (
         [(2, 4, 2), (4, 4, 2), (2, 8, 4), (1, 8, 4), (4, 8, 4)],
         [(2, 4, 8), (4, 4, 8), (2, 2, 4), (1, 4, 8), (4, 2, 4)],
@@ -228,10 +228,10 @@ def variants(layer: Layer, num_tokens: int) -> dict[str, Run]:
                     experts_mxfp4, rows=rows, configs=(Mxfp4Config(*shape),) * 2
                 )
         return found
-    if num_tokens <= MAX_FEW:
-        for shapes in zip(*FEW[layer.bits], strict=True):
-            configs = tuple(FewConfig(*shape) for shape in shapes)
-            found[f"few {shapes}"] = partial(experts_few, configs=configs)
+    if num_tokens <= MAX_SMALL_M:
+        for shapes in zip(*SMALL_M[layer.bits], strict=True):
+            configs = tuple(SmallMConfig(*shape) for shape in shapes)
+            found[f"small-M {shapes}"] = partial(experts_small_m, configs=configs)
     depth = 64 if layer.bits == 16 else 128
     for rows in block_sizes:
         for outputs, num_warps, num_stages, band in GROUPED[rows <= 32]:
@@ -281,10 +281,10 @@ def time_layer(name: str) -> None:
     layer = LAYERS[name]
     for num_tokens in TOKENS:
         copies = arguments(layer, num_tokens, 8 if num_tokens <= 8 else 2)
-        touched = sum(len(args[1].unique()) for args in copies) / len(copies)
-        num_bytes = touched * layer.expert_bytes
+        activated = sum(len(args[1].unique()) for args in copies) / len(copies)
+        num_bytes = activated * layer.expert_bytes
         flops = 6 * num_tokens * layer.num_active * layer.size * layer.features
-        floor = max(num_bytes / READ_TBPS, flops / TFLOPS[layer.bits]) / 1e6
+        bound = max(num_bytes / READ_TBPS, flops / TFLOPS[layer.bits]) / 1e6
         times = {}
         for what, run in variants(layer, num_tokens).items():
             launches = [lambda args=args, run=run: run(*args) for args in copies]
@@ -297,8 +297,9 @@ def time_layer(name: str) -> None:
             continue
         order = sorted((us, what) for what, us in times.items() if what != "engine")
         print(
-            f"{name:24s} {num_tokens:4d} tokens, {touched:5.1f} experts: floor {floor:7.1f} us, "
-            f"engine {times['engine']:7.1f} ({times['engine'] / floor:.2f}); "
+            f"{name:24s} {num_tokens:4d} tokens, {activated:5.1f} experts: "
+            f"roofline {bound:7.1f} us, engine {times['engine']:7.1f} "
+            f"({times['engine'] / bound:.2f}); "
             + "; ".join(f"{what} {us:.1f}" for us, what in order[:6])
             + f"; worst {order[-1][1]} {order[-1][0]:.1f}",
             flush=True,

@@ -53,13 +53,13 @@ def check_attention(part: str) -> int:
     from op_cases import gpu_attention_cases, make_attention
 
     from penstock.kernels.attention import triton_decode, triton_prefill
-    from penstock.kernels.attention.backend import get_backend, rounded
+    from penstock.kernels.attention.backend import get_backend, quantized_output
     from penstock.kernels.tolerances import tolerance
 
     usual_load = triton_decode.load_of
 
     def compare(case, args) -> Iterator[str]:
-        """However many sequences there are, with decodes as if they were few, some and many."""
+        """However many sequences there are, with the launch config of every load."""
         expected = get_backend("reference").attend(*args.unpack())
         close = tolerance(dtype)
         for load in (None, *triton_decode.Load) if case.num_decodes else (None,):
@@ -70,8 +70,8 @@ def check_attention(part: str) -> int:
                 yield f"off by {off:.3g}, load {load}"
             scale_1 = found.abs().max().view(1).float() / 448
             as_8_bits = get_backend("triton").attend(*args.unpack(), scale_1)
-            if not torch.equal(as_8_bits.float(), rounded(found, scale_1).float()):
-                yield f"rounded to 8 bits it is another, load {load}"
+            if not torch.equal(as_8_bits.float(), quantized_output(found, scale_1).float()):
+                yield f"the FP8 output differs, load {load}"
 
     num_run = 0
     shapes: dict[tuple[int, ...], str] = {}

@@ -34,7 +34,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "fixtures"), str(ROOT / "benchmarks")]
 
-from floors import floors_of  # noqa: E402
+from roofline import roofline_of  # noqa: E402
 from server_process import Server, _free_port  # noqa: E402
 from shapes import SHAPES, Row  # noqa: E402
 
@@ -220,7 +220,7 @@ def wrong_memory(
     if recipe.num_layers is not None and not is_tiny:
         changes = {"num_hidden_layers": recipe.num_layers}
     row = Row(shape=recipe.tiny if is_tiny else recipe.shape, changes=changes)
-    expected = floors_of(row).weight_bytes + 2 * config["vocab_size"] * config["hidden_size"]
+    expected = roofline_of(row).weight_bytes + 2 * config["vocab_size"] * config["hidden_size"]
     share = memory["weights_bytes"] / expected
     if not is_tiny and not 0.97 < share < 1.05:
         return [f"weights take {share:.2f} times what they should"]

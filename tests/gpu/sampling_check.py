@@ -83,13 +83,13 @@ def check_kernels() -> None:
         top_p = torch.tensor([0.9, 1.0, 1.0, 0.8] * 16, device=CUDA)
         min_p = torch.tensor([0.0, 0.0, 0.1, 0.0] * 16, device=CUDA)
         args = (logits, temperature, top_k, top_p, min_p, VOCAB)
-        found = (logits >= kernels.sampling_cutoffs(*args)[:, None]).sum(-1)
-        expected = (logits >= reference.sampling_cutoffs.reference(*args)[:, None]).sum(-1)
+        found = (logits >= kernels.filter_thresholds(*args)[:, None]).sum(-1)
+        expected = (logits >= reference.filter_thresholds.reference(*args)[:, None]).sum(-1)
         # A nucleus of thousands may end one value sooner or later: sums round differently.
         difference = (found - expected).abs() / expected
         assert (difference < 2e-3).all(), (found, expected)
         exact = (found == expected).float().mean()
-        print(f"cutoffs {dtype}: {exact:.0%} rows exact, worst {difference.max():.1e}")
+        print(f"thresholds {dtype}: {exact:.0%} rows exact, worst {difference.max():.1e}")
 
     slots = torch.tensor([1, 0, 3], device=CUDA)
     in_prompt = torch.rand(4, VOCAB, device=CUDA) < 0.1
@@ -173,8 +173,8 @@ def time_ops() -> None:
             cases = [
                 ("argmax", "argmax", ()),
                 ("temperature", "gumbel_argmax", (ones, seeds, seeds)),
-                ("top_k 50", "sampling_cutoffs", (ones, k50, ones, 0 * ones, 50)),
-                ("top_p .9", "sampling_cutoffs", (ones, 0 * k50, p90, 0 * ones, VOCAB)),
+                ("top_k 50", "filter_thresholds", (ones, k50, ones, 0 * ones, 50)),
+                ("top_p .9", "filter_thresholds", (ones, 0 * k50, p90, 0 * ones, VOCAB)),
             ]
             for name, op, args in cases:
                 fast, slow = (

@@ -13,11 +13,6 @@ from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.norm import rms_norm
 from penstock.kernels.tolerances import tolerance
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DEVICE = torch.device("cuda")
 
 

@@ -25,15 +25,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
 from gloo_worker import use_gloo  # noqa: E402
 from local_engine import LocalEngine  # noqa: E402
 
-from penstock import engine_process  # noqa: E402
+from penstock.engine import engine as engine_module  # noqa: E402
 from penstock.ipc.process import Child  # noqa: E402
 from penstock.runtime import ranks  # noqa: E402
 
 
 def two_ranks_on_one_gpu() -> None:
     use_gloo()
-    probe = engine_process.probe
-    engine_process.probe = lambda: replace(probe(), num_devices=2)
+    probe = engine_module.probe
+    engine_module.probe = lambda: replace(probe(), num_devices=2)
     ranks.Child = lambda module, *args, **kwargs: Child("gloo_worker", *args, **kwargs)
 
 
@@ -58,8 +58,8 @@ def main() -> None:
         whole = start()
         expected = whole.generate(prompts, 64)
         (all_bytes,) = whole.info.rank_weight_bytes
-        for num_sets in (1, 2):
-            ranks_of_two = start(tensor_parallel_size=2, moe_expert_parallel_size=num_sets)
+        for ep_size in (1, 2):
+            ranks_of_two = start(tensor_parallel_size=2, moe_expert_parallel_size=ep_size)
             found = ranks_of_two.generate(prompts, 64)
             num_bytes = ranks_of_two.info.rank_weight_bytes
             ranks_of_two.engine._ranks.stop()
@@ -67,7 +67,7 @@ def main() -> None:
             print(f"weights: {all_bytes}, per rank: {num_bytes}")
             assert found == expected, "two ranks give other tokens than one"
             assert max(num_bytes) < 0.55 * all_bytes, "a rank holds more than its share"
-            print(f"ok   two ranks in {num_sets} sets give the tokens of one")
+            print(f"ok   two ranks, ep_size {ep_size}, give the tokens of one")
 
 
 if __name__ == "__main__":

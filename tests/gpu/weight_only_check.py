@@ -1,9 +1,9 @@
-"""Products with coded weights of real sizes on this GPU, against the reference; and times.
+"""Weight-only GEMMs (W4A16, W8A16) of real sizes on this GPU, against the reference; and times.
 
-    PYTHONPATH=src python tests/gpu/coded_check.py [times | FORMAT ...]
+    PYTHONPATH=src python tests/gpu/weight_only_check.py [times | FORMAT ...]
 
-Each format, and as many tokens as each launch shape takes: of a matrix, and of experts, these also
-with launch shapes that are not the usual ones. By several processes: compiling kernels takes the
+Each format, and as many tokens as each launch config takes: of a matrix, and of experts, these also
+with launch configs that are not the usual ones. By several processes: compiling kernels takes the
 time. The small cases of every implementation: ops_check.py.
 
 times: us of a layer of DeepSeek-R1's experts in NVFP4, inside a CUDA graph; by the usual kernel and
@@ -24,19 +24,18 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from moe_check import compared, time_graph_us
 
-from penstock.bench.floors import H200
-from penstock.kernels.coded import (
-    Coded,
-    CodedWeight,
-    coded_experts,
-    coded_linear,
-    pack_coded,
-    random_coded,
-    stack_coded,
-    unpack_coded,
+from penstock.bench.roofline import H200
+from penstock.kernels.gemm.wna16 import weight_only_linear
+from penstock.kernels.gemm.wna16_packing import (
+    TILE,
+    GpuPackedWeight,
+    pack_gpu,
+    stack_packed,
+    unpack_gpu,
 )
-from penstock.kernels.coded.weights import TILE, numbers
 from penstock.kernels.moe import SILU, Gate, gated
+from penstock.kernels.moe.wna16 import weight_only_experts
+from penstock.kernels.quantized_weight import QuantizedWeight, numbers, random_quantized
 from penstock.kernels.tolerances import tolerance
 
 FORMATS: dict[str, tuple[Any, int, bool]] = {  # (kind, group, has zero points)
@@ -59,23 +58,27 @@ NUM_LAYERS = 8  # that are timed in a row, with other experts each
 DEVICE = torch.device("cuda")
 
 
-def drawn(kind: Any, num_outputs: int, num_inputs: int, group: int, has_zeros: bool) -> Coded:
-    shape = (num_outputs, num_inputs // (group or num_inputs))
+def drawn(
+    kind: Any, out_features: int, in_features: int, group: int, has_zeros: bool
+) -> QuantizedWeight:
+    shape = (out_features, in_features // (group or in_features))
     num_codes = 256 if kind == "int8" else 127 if kind == "e4m3" else 16
-    codes = torch.randint(0, num_codes, (num_outputs, num_inputs), dtype=torch.uint8, device=DEVICE)
+    codes = torch.randint(
+        0, num_codes, (out_features, in_features), dtype=torch.uint8, device=DEVICE
+    )
     scales = torch.rand(shape, device=DEVICE) + 0.5
     deviation = {"int4": 4.6, "int8": 74.0, "nf4": 0.55, "fp4": 3.1, "e4m3": 140.0}[kind]
     scales /= 6.5 if has_zeros else deviation  # weights of about one
     if kind == "fp4" and group == 32:
-        return Coded(kind, codes, torch.exp2(scales.log2().round()))
+        return QuantizedWeight(kind, codes, torch.exp2(scales.log2().round()))
     outer = None
     if kind == "fp4":
-        outer = torch.rand(num_outputs, device=DEVICE) + 0.5
+        outer = torch.rand(out_features, device=DEVICE) + 0.5
     scales = scales.to(torch.float8_e4m3fn if kind == "fp4" else torch.float16)
     zeros = None
     if has_zeros:
         zeros = torch.randint(0, 16, shape, dtype=torch.uint8, device=DEVICE)
-    return Coded(kind, codes, scales, zeros, outer)
+    return QuantizedWeight(kind, codes, scales, zeros, outer)
 
 
 # Checks
@@ -100,36 +103,36 @@ def unlike(actual: Tensor, expected: Tensor) -> str:
     return ""
 
 
-def wrong_products(name: str) -> list[str]:
+def wrong_gemms(name: str) -> list[str]:
     torch.manual_seed(0)
     kind, group, has_zeros = FORMATS[name]
     found: list[str] = []
-    for num_outputs, num_inputs in SHAPES:
-        weight = pack_coded([drawn(kind, num_outputs, num_inputs, group, has_zeros)])
-        assert weight is not None and weight.num_tiles == num_inputs // TILE
-        bias = torch.randn(num_outputs, device=DEVICE, dtype=torch.bfloat16)
+    for out_features, in_features in SHAPES:
+        weight = pack_gpu([drawn(kind, out_features, in_features, group, has_zeros)])
+        assert weight is not None and weight.num_tiles == in_features // TILE
+        bias = torch.randn(out_features, device=DEVICE, dtype=torch.bfloat16)
         for num_tokens in TOKENS:
-            x = torch.randn(num_tokens, num_inputs, device=DEVICE, dtype=torch.bfloat16)
-            x /= num_inputs**0.5
-            expected = coded_linear.reference(x, weight, bias)
-            what = f"{name}, {num_tokens} x {num_inputs} x {num_outputs}"
-            product = partial(coded_linear, x, weight, bias)
-            compare(found, what, lambda p=product, e=expected: unlike(p(), e))  # type: ignore[misc]
-        if "hopper" not in coded_linear.explain(x, weight, bias).split(";")[0]:
+            x = torch.randn(num_tokens, in_features, device=DEVICE, dtype=torch.bfloat16)
+            x /= in_features**0.5
+            expected = weight_only_linear.reference(x, weight, bias)
+            what = f"{name}, {num_tokens} x {in_features} x {out_features}"
+            gemm = partial(weight_only_linear, x, weight, bias)
+            compare(found, what, lambda g=gemm, e=expected: unlike(g(), e))  # type: ignore[misc]
+        if "hopper" not in weight_only_linear.explain(x, weight, bias).split(";")[0]:
             found.append(f"{name}: computed by another kernel")
     return found
 
 
-def experts_of(name: str) -> tuple[CodedWeight, CodedWeight, int]:
+def experts_of(name: str) -> tuple[GpuPackedWeight, GpuPackedWeight, int]:
     kind, group, has_zeros = FORMATS[name]
     features = {128: 384, 256: 512}.get(group, 320)
     size = {32: 544, 64: 576, 128: 640, 256: 512}.get(group, SIZE)
     gate_up, down = (
-        stack_coded(
+        stack_packed(
             [
                 packed
                 for _ in range(NUM_SLOTS)
-                if (packed := pack_coded([drawn(kind, outputs, inputs, group, has_zeros)]))
+                if (packed := pack_gpu([drawn(kind, outputs, inputs, group, has_zeros)]))
             ]
         )
         for inputs, outputs in ((size, 2 * features), (features, size))
@@ -138,26 +141,28 @@ def experts_of(name: str) -> tuple[CodedWeight, CodedWeight, int]:
     return gate_up, down, features
 
 
-def rounded_values(weight: CodedWeight) -> Tensor:
+def rounded_values(weight: GpuPackedWeight) -> Tensor:
     """The matrix in fp32; numbers, scales of groups and their products are rounded to 16 bits, as
     kernels may do it."""
-    coded = unpack_coded(weight)
-    if coded.scales_OG.shape[1] == 1:
-        return coded.values()
+    quantized = unpack_gpu(weight)
+    if quantized.scales_OG.shape[1] == 1:
+        return quantized.values()
     scales, zeros = (
-        None if x is None else x.repeat_interleave(coded.group, dim=1)
-        for x in (coded.scales_OG, coded.zeros_OG)
+        None if x is None else x.repeat_interleave(quantized.group, dim=1)
+        for x in (quantized.scales_OG, quantized.zeros_OG)
     )
-    values = numbers(coded.kind, coded.codes_OI, zeros).bfloat16() * scales.bfloat16()
-    return values.float() if coded.outer_O is None else values.float() * coded.outer_O[:, None]
+    values = numbers(quantized.kind, quantized.codes_OI, zeros).bfloat16() * scales.bfloat16()
+    return (
+        values.float() if quantized.outer_O is None else values.float() * quantized.outer_O[:, None]
+    )
 
 
 def expected_experts(
-    x: Tensor, slots: Tensor, weights: Tensor, gate_up: CodedWeight, down: CodedWeight,
+    x: Tensor, slots: Tensor, weights: Tensor, gate_up: GpuPackedWeight, down: GpuPackedWeight,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, gate: Gate,
 ) -> Tensor:  # fmt: skip
-    """As the reference of `coded_experts`, with `rounded_values` and products that are not rounded
-    before the gate, since some launches have them in fp32."""
+    """As the reference of `weight_only_experts`, with `rounded_values` and GEMMs that are not
+    rounded before the gate, since some launches have them in fp32."""
     y = torch.zeros_like(x, dtype=torch.float32)
     for slot in range(gate_up.num_slots):
         bias, bias_down = (
@@ -172,14 +177,14 @@ def expected_experts(
 
 def wrong_experts(name: str) -> list[str]:
     """Some pairs have the slot that does not exist."""
-    from penstock.kernels.coded import hopper
+    from penstock.kernels.moe import wna16_hopper as hopper
 
     torch.manual_seed(0)
     found: list[str] = []
     gate_up, down, features = experts_of(name)
-    size, bf16 = gate_up.num_inputs, torch.bfloat16
+    size, bf16 = gate_up.in_features, torch.bfloat16
     biases = [
-        0.2 * torch.randn(NUM_SLOTS, w.num_outputs, device=DEVICE, dtype=bf16)
+        0.2 * torch.randn(NUM_SLOTS, w.out_features, device=DEVICE, dtype=bf16)
         for w in (gate_up, down)
     ]
     for num_tokens in TOKENS:
@@ -199,7 +204,7 @@ def wrong_experts(name: str) -> list[str]:
             return "" if ok else errors
 
         what = f"{name}, experts, {num_tokens} tokens"
-        compare(found, what, partial(off, coded_experts, args, expected))
+        compare(found, what, partial(off, weight_only_experts, args, expected))
         if num_tokens <= 3:
             for rows in (8, 16):
                 choice = dict(rows=rows, is_sorted=False, splits=2)
@@ -208,20 +213,20 @@ def wrong_experts(name: str) -> list[str]:
         if num_tokens == 300:
             of_slots = partial(off, hopper.experts, args, expected, rows=64)
             compare(found, f"{what}, blocks of 64", of_slots)
-        if "hopper" not in coded_experts.explain(*args).split(";")[0]:
+        if "hopper" not in weight_only_experts.explain(*args).split(";")[0]:
             found.append(f"{what}: computed by another kernel")
     return found
 
 
 def problems(job: tuple[str, str]) -> list[str]:
     try:
-        return wrong_products(job[1]) if job[0] == "products" else wrong_experts(job[1])
+        return wrong_gemms(job[1]) if job[0] == "gemms" else wrong_experts(job[1])
     except Exception as error:
         return [f"{job}: {type(error).__name__}: {' '.join(str(error).split())[-500:]}"]
 
 
 def check(formats: Iterable[str]) -> bool:
-    jobs = [(what, name) for what in ("products", "experts") for name in formats]
+    jobs = [(what, name) for what in ("gemms", "experts") for name in formats]
     with multiprocessing.get_context("spawn").Pool(NUM_WORKERS) as pool:
         found = pool.map(problems, jobs, chunksize=1)
     for (what, name), wrong in zip(jobs, found, strict=True):
@@ -230,14 +235,14 @@ def check(formats: Iterable[str]) -> bool:
 
 
 def times() -> None:
-    from penstock.kernels.coded.triton import coded_experts_decoded
+    from penstock.kernels.moe.wna16_triton import weight_only_experts_triton
 
     num_slots, num_active, size, features = 64, 8, 7168, 2048  # a quarter of its experts
     packed = [
-        pack_coded([random_coded("fp4", *shape, 16, False, DEVICE)])
+        pack_gpu([random_quantized("fp4", *shape, 16, False, DEVICE)])
         for shape in ((2 * features, size), (size, features))
     ]
-    gate_up, down = (stack_coded([one] * num_slots) for one in packed if one is not None)
+    gate_up, down = (stack_packed([one] * num_slots) for one in packed if one is not None)
     assert gate_up is not None and down is not None
     for num_tokens in (1, 4, 32, 256):
         x = torch.randn(num_tokens, size, device=DEVICE, dtype=torch.bfloat16)
@@ -247,12 +252,18 @@ def times() -> None:
             scores = torch.rand(num_tokens, num_slots, device=DEVICE)
             slots = scores.topk(num_active).indices.int().contiguous()
             layers.append((x, slots, weights, gate_up, down, None, None, SILU))
-        touched = num_slots * (1 - (1 - num_active / num_slots) ** num_tokens)  # if chosen evenly
-        floor_s = touched * (gate_up.num_bytes + down.num_bytes) / num_slots / H200.read_bytes_s
-        for what, run in (("usual", coded_experts), ("of all GPUs", coded_experts_decoded)):
+        activated = num_slots * (1 - (1 - num_active / num_slots) ** num_tokens)  # uniform routing
+        roofline_s = (
+            activated * (gate_up.num_bytes + down.num_bytes) / num_slots / H200.read_bytes_s
+        )
+        for what, run in (
+            ("usual", weight_only_experts),
+            ("of all GPUs", weight_only_experts_triton),
+        ):
             us = time_graph_us([partial(run, *layer) for layer in layers])
             print(
-                f"{num_tokens} tokens, {what}: {us:.1f} us, floor {floor_s * 1e6:.1f}", flush=True
+                f"{num_tokens} tokens, {what}: {us:.1f} us, roofline {roofline_s * 1e6:.1f}",
+                flush=True,
             )
 
 

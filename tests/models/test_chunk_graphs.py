@@ -17,9 +17,10 @@ from penstock.config.schema import EngineConfig
 from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.runtime.build import Timeline, finish_rank, load_rank
 from penstock.runtime.graphs import ChunkGraphs, GraphStep, Outputs
 from penstock.runtime.model_runner import ModelRunner
+from penstock.runtime.rank import finish_rank, load_rank
+from penstock.runtime.timeline import Timeline
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import BlockGrowth, LateInputs, RowJoin, StepPlan
 

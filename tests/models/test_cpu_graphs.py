@@ -1,4 +1,4 @@
-"""Decode steps that run from a tape give what the model gives, and only native ops are recorded."""
+"""Decode steps in CPU graphs give what the model gives; only native ops are recorded."""
 
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ from penstock.kernels.attention.backend import get_backend
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.quant.choose import choose_schemes
-from penstock.runtime.batch import Rows
-from penstock.runtime.tapes import DecodeTapes
+from penstock.quantization.choose import choose_schemes
+from penstock.runtime.cpu_graphs import DecodeCpuGraphs
+from penstock.runtime.input_batch import Rows
 from penstock.weights.load import load_weights
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -46,8 +46,8 @@ def load(folder, kind):
     return model, rows
 
 
-def tapes_of(model):
-    return DecodeTapes(lambda batch: model.logits(model(batch)), MAX_LEN)
+def graphs_of(model):
+    return DecodeCpuGraphs(lambda batch: model.logits(model(batch)), MAX_LEN)
 
 
 @pytest.fixture(params=[1, 3])
@@ -58,9 +58,9 @@ def threads(request):
 
 
 @torch.inference_mode()
-def test_a_tape_gives_the_logits_of_the_model(tmp_path, threads):
+def test_a_graph_gives_the_logits_of_the_model(tmp_path, threads):
     model, rows = load(tmp_path, QUANT.Q4_1)
-    tapes, ran = tapes_of(model), []
+    graphs, ran = graphs_of(model), []
     run = type(model).forward
 
     class Counted(type(model)):
@@ -72,7 +72,7 @@ def test_a_tape_gives_the_logits_of_the_model(tmp_path, threads):
     sizes = (1, 3, 1, 5, 3, 3, 1)
     for size in sizes:
         batch = rows.decode_batch(torch.randperm(NUM_ROWS, dtype=torch.int32)[:size], MAX_LEN)
-        found = tapes.logits(batch)
+        found = graphs.logits(batch)
         assert found is not None
         found = found.clone()
         expected = model.logits(model(replace(batch, plans={})))
@@ -85,8 +85,8 @@ def test_a_tape_gives_the_logits_of_the_model(tmp_path, threads):
 @torch.inference_mode()
 def test_a_model_with_an_op_of_torch_is_left_to_it(tmp_path):
     model, rows = load(tmp_path, QUANT.F16)
-    tapes = tapes_of(model)
+    graphs = graphs_of(model)
     batch = rows.decode_batch(torch.tensor([2, 0], dtype=torch.int32), MAX_LEN)
     expected = model.logits(model(replace(batch, plans={})))
-    assert tapes.logits(batch) is None and tapes.logits(batch) is None
+    assert graphs.logits(batch) is None and graphs.logits(batch) is None
     torch.testing.assert_close(model.logits(model(replace(batch, plans={}))), expected)

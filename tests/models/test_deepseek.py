@@ -21,7 +21,7 @@ from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.types.cache_spec import LatentKV
-from penstock.types.model_spec import EightBitSpec, ModelSpec
+from penstock.types.model_spec import ModelSpec, W8A8Spec
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.mapping import Target
 
@@ -146,8 +146,10 @@ def test_real_configurations_are_read_as_transformers_does(tmp_path):
         assert moe.layers == tuple(n >= num_dense for n in range(theirs.num_hidden_layers))
         assert moe.num_experts == theirs.n_routed_experts
         assert moe.num_active == theirs.num_experts_per_tok
-        assert moe.inner_size == theirs.moe_intermediate_size
-        assert moe.shared_size == theirs.moe_intermediate_size * theirs.n_shared_experts
+        assert moe.intermediate_size == theirs.moe_intermediate_size
+        assert (
+            moe.shared_intermediate_size == theirs.moe_intermediate_size * theirs.n_shared_experts
+        )
         assert moe.renormalize == theirs.norm_topk_prob
         assert moe.scale == theirs.routed_scaling_factor
         assert (moe.num_groups, moe.num_active_groups) == (theirs.n_group, theirs.topk_group)
@@ -155,9 +157,9 @@ def test_real_configurations_are_read_as_transformers_does(tmp_path):
 
 def test_v3_1_has_weights_in_blocks_and_one_draft_layer(tmp_path):
     spec = parse(tmp_path, V3_1)
-    fp8 = EightBitSpec(weights="block", inputs="group", scale_name="weight_scale_inv")
+    fp8 = W8A8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")
     assert spec.quantization.format == fp8
-    assert (spec.num_layers, spec.num_draft_layers) == (61, 1)
+    assert (spec.num_layers, spec.num_nextn_predict_layers) == (61, 1)
     rules = weight_rules(spec)
     assert rules.target("model.layers.61.self_attn.o_proj.weight") is None
     assert rules.target("model.layers.6.mlp.experts.7.up_proj.weight_scale_inv") == Target(
@@ -171,17 +173,25 @@ def test_v3_1_has_weights_in_blocks_and_one_draft_layer(tmp_path):
 @pytest.mark.parametrize(
     ("base", "fields", "message"),
     [
-        (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method: is 'noaux_tc', only greedy and group"),
+        (
+            V2_LITE,
+            {"topk_method": "noaux_tc"},
+            "topk_method: 'noaux_tc' is not supported; there are greedy, group",
+        ),
         (
             V2_LITE,
             {"topk_method": "group_limited_greedy", "n_group": None},
             "n_group: is missing",
         ),
-        (V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func: is 'sigmoid', only 'softmax'"),
+        (
+            V2_LITE,
+            {"scoring_func": "sigmoid"},
+            "scoring_func: 'sigmoid' is not supported; there are softmax",
+        ),
         (V2_LITE, {"attention_bias": True}, "attention_bias: is not supported for queries"),
         (V3_1, {"moe_layer_freq": 2}, "moe_layer_freq: is 2, only 1"),
-        (V3_1, {"first_k_dense_replace": -1}, "is -1, it must be a whole number from 0 on"),
-        (V3_1, {"kv_lora_rank": 0}, "kv_lora_rank: is 0, it must be a positive whole number"),
+        (V3_1, {"first_k_dense_replace": -1}, "is -1, it must be an integer from 0 on"),
+        (V3_1, {"kv_lora_rank": 0}, "kv_lora_rank: is 0, it must be a positive integer"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, base, fields, message):

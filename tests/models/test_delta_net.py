@@ -16,18 +16,18 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import PLAIN
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.recurrent import causal_conv, gated_delta, rms_norm_gated
 from penstock.layers import linear
-from penstock.layers.build import Build, ExpertsBuild
+from penstock.layers.context import ExpertsContext, LayerContext
 from penstock.layers.delta_net import GatedDeltaNet
 from penstock.layers.linear import Linear
 from penstock.parallel.mesh import ROLES, RankMesh, RoleGroup
-from penstock.quant.eight_bits import EightBitScheme
-from penstock.quant.none import Unquantized
+from penstock.quantization.unquantized import Unquantized
+from penstock.quantization.w8a8 import W8A8Scheme
 from penstock.types.cache_spec import block_bytes
-from penstock.types.model_spec import DeltaSpec, EightBitSpec
+from penstock.types.model_spec import DeltaSpec, W8A8Spec
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.mapping import rename, rules
 
@@ -73,7 +73,7 @@ class OneLayer(nn.Module):
 
     weight_rules = rules(rename("mixer.norm", "mixer.out_norm"))
 
-    def __init__(self, build: Build, config: Qwen3NextConfig = CONFIG) -> None:
+    def __init__(self, build: LayerContext, config: Qwen3NextConfig = CONFIG) -> None:
         super().__init__()
         self.mixer = GatedDeltaNet(
             config.hidden_size,
@@ -90,15 +90,15 @@ class OneLayer(nn.Module):
         )
 
 
-def a_build(mesh: RankMesh | None = None, dtype: torch.dtype = torch.float32) -> Build:
-    return Build(
+def a_build(mesh: RankMesh | None = None, dtype: torch.dtype = torch.float32) -> LayerContext:
+    return LayerContext(
         mesh=mesh or RankMesh.single(),
         dtype=dtype,
         device=CPU,
         cache_dtype=dtype,
         tables=Unquantized(),
         attention=get_backend("reference"),
-        experts=ExpertsBuild(),
+        experts=ExpertsContext(),
     )
 
 
@@ -299,13 +299,13 @@ def test_bfloat16_is_as_close_to_the_truth_as_transformers_is(their_layer, folde
     assert (ours.float() - truth).norm() < 1.1 * their_error
 
 
-def test_quantised_and_plain_projections_take_one_plain_input():
+def test_quantized_and_plain_projections_take_one_plain_input():
     """Checkpoints of 8-bit floats leave `in_proj_ba` as it was."""
     torch.manual_seed(0)
     config = Qwen3NextConfig(**CONFIG.to_dict() | {"hidden_size": 128})
     outs = {}
     schemes = {
-        "fp8": EightBitScheme(EightBitSpec(weights="channel", inputs="row")),
+        "fp8": W8A8Scheme(W8A8Spec(weights="channel", inputs="row")),
         "plain": Unquantized(),
     }
     for kind, scheme in schemes.items():

@@ -1,4 +1,4 @@
-"""Experts in sets: what ranks give that hold other experts, or shares of them, is the whole."""
+"""Expert parallelism: outputs of ranks with other experts, or shards of them, add up."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from tiny_models import make_checkpoint, reference_model
 
 from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.moe import Routing, route
-from penstock.layers.build import ExpertsBuild
+from penstock.layers.context import ExpertsContext
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import ROLES, RankMesh, RoleGroup
-from penstock.quant.choose import choose_schemes
+from penstock.quantization.choose import choose_schemes
 
 CONFIGS = Path(__file__).parents[3] / "shared" / "configs"
 SHAPE = {"moe_intermediate_size": 256, "num_experts": 5, "num_experts_per_tok": 2}
@@ -40,15 +40,15 @@ def make(folder, kind):
     return folder / "model.gguf"
 
 
-def load(folder, kind, rank=0, size=1, num_sets=1):
+def load(folder, kind, rank=0, size=1, ep_size=1):
     spec = parse_model_spec(folder)
     schemes = choose_schemes(
-        spec.quantization, folder, torch.float32, CPU, made=kind if kind in MADE else None
+        spec.quantization, folder, torch.float32, CPU, online=kind if kind in MADE else None
     )
     mesh = RankMesh.single()
     mesh.roles["experts"] = RoleGroup(size, rank)
-    sets = ExpertsBuild(num_sets=num_sets)
-    return load_model(folder, mesh, schemes=schemes, experts=sets).layers[1].mlp.experts
+    context = ExpertsContext(ep_size=ep_size)
+    return load_model(folder, mesh, schemes=schemes, experts=context).layers[1].mlp.experts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,18 +65,18 @@ def test_shares_of_all_ranks_sum_up_to_the_whole(tmp_path, kind):
         return experts(x, slots, weights)
 
     expected = computed(whole)
-    for size, num_sets in ((4, 2), (3, 3)):
-        parts = [load(folder, kind, rank, size, num_sets) for rank in range(size)]
+    for size, ep_size in ((4, 2), (3, 3)):
+        parts = [load(folder, kind, rank, size, ep_size) for rank in range(size)]
         held = [part.num_slots for part in parts]
-        assert sum(held) == whole.num_experts * size // num_sets and max(held) - min(held) <= 1
+        assert sum(held) == whole.num_experts * size // ep_size and max(held) - min(held) <= 1
         error = (sum(computed(part) for part in parts) - expected).norm() / expected.norm()
-        is_rounded = kind in (BY_EXPERTS if size == num_sets else BY_SHARE)
+        is_rounded = kind in (BY_EXPERTS if size == ep_size else BY_SHARE)
         assert error < (0.08 if is_rounded else 1e-6)
 
 
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason="real configs are not here")
 @pytest.mark.parametrize(
-    ("name", "size", "num_sets", "experts_shape"),
+    ("name", "size", "ep_size", "experts_shape"),
     [
         ("gpt-oss-120b", 8, 8, (16, 5760, 2880 // 2)),
         ("DeepSeek-R1-0528", 8, 8, (32, 4096, 7168)),
@@ -84,13 +84,13 @@ def test_shares_of_all_ranks_sum_up_to_the_whole(tmp_path, kind):
         ("Qwen1.5-MoE-A2.7B", 8, 4, (15, 1408, 2048)),
     ],
 )
-def test_published_models_build_on_the_ranks_of_their_recipes(name, size, num_sets, experts_shape):
+def test_published_models_build_on_the_ranks_of_their_recipes(name, size, ep_size, experts_shape):
     spec = parse_model_spec(CONFIGS / name, {"num_hidden_layers": 4, "layer_types": None})
     mesh = RankMesh(1, size, dict.fromkeys(ROLES, RoleGroup(size, 1)))
     device, backend = torch.device("meta"), get_backend("reference")
-    sets = ExpertsBuild(num_sets=num_sets)
-    model = build_model(spec, mesh, torch.bfloat16, device, backend, experts=sets)
+    context = ExpertsContext(ep_size=ep_size)
+    model = build_model(spec, mesh, torch.bfloat16, device, backend, experts=context)
     experts = model.layers[3].mlp.experts
     values = experts.gate_up.blocks if name.startswith("gpt") else experts.gate_up.weight
     assert values.shape == experts_shape
-    assert experts.span.start == experts.span.size  # the second set
+    assert experts.span.start == experts.span.size  # the second group

@@ -14,7 +14,7 @@ from tiny_models import reference_model
 from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static
-from penstock.layers.build import ExpertsBuild
+from penstock.layers.context import ExpertsContext
 from penstock.layers.moe import Experts
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
@@ -66,7 +66,7 @@ def test_logits_are_those_of_transformers_with_rounded_inputs(checkpoints, diale
 def test_the_reference_computes_the_same(checkpoints):
     folder = checkpoints["fp8 blocks"]
     spec, mesh = parse_model_spec(folder), RankMesh.single()
-    build = ExpertsBuild(by_reference=True)
+    build = ExpertsContext(by_reference=True)
     model = build_model(spec, mesh, torch.float32, CPU, get_backend("reference"), experts=build)
     load_weights(model, folder, spec, mesh, progress=False)
     model.finish()

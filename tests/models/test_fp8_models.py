@@ -25,7 +25,7 @@ from tiny_models import reference_model
 
 from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.fp8 import weight_values
+from penstock.kernels.gemm.fp8 import dequantized
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
@@ -69,7 +69,7 @@ def weight_of(model, layer: int, name: str) -> torch.Tensor:
     linear = model.layers[layer].get_submodule(name)
     if linear.weight.dtype != torch.float8_e4m3fn:
         return linear.weight.to_dense()
-    return weight_values(linear.weight, linear.weight_scale)
+    return dequantized(linear.weight, linear.weight_scale)
 
 
 @torch.inference_mode()
@@ -125,7 +125,7 @@ def test_a_cache_of_8_bit_floats_rounds_keys_and_values(checkpoints, scales):
     assert rounded < CLOSE and error_against(model, ours) > 5 * CLOSE
 
 
-def test_scales_of_the_cache_are_left_in_the_file_when_it_is_not_quantised(checkpoints):
+def test_scales_of_the_cache_are_left_in_the_file_when_it_is_not_quantized(checkpoints):
     model = load(checkpoints["modelopt"])
     assert model.layers[0].attention.cache_scales == (1.0, 1.0)
     assert model.layers[0].attention.cache_spec().dtype == "float32"

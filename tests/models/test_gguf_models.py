@@ -10,12 +10,12 @@ from paged_driver import CPU, load_model, mixed_run, prompts
 from tiny_models import make_checkpoint, reference_model
 
 from penstock.errors import ConfigError
-from penstock.hub.gguf import GgufFile
-from penstock.kernels.gemm.codes import PackedWeight, unpack
+from penstock.hub.gguf_file import GgufFile
+from penstock.kernels.gemm.quantized_cpu import CpuPackedWeight, unpack_cpu
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
-from penstock.quant.choose import choose_schemes
-from penstock.weights.gguf import stream_gguf
+from penstock.quantization.choose import choose_schemes
+from penstock.weights.gguf_tensors import stream_gguf
 
 
 @pytest.mark.parametrize("kind", [QUANT.F32, QUANT.F16, QUANT.Q8_0, QUANT.Q4_1], ids=str)
@@ -57,11 +57,11 @@ def test_weights_that_stay_packed_give_the_same_logits(tmp_path, kind, kinds, ti
     model.load_state_dict({n: torch.from_numpy(v) for n, v in held.items()}, strict=False)
     packed = load_model(path, schemes=choose_schemes(None, path, torch.float32, CPU))
     attention, mlp = packed.layers[0].attention, packed.layers[0].mlp
-    assert isinstance(attention.qkv_proj.weight, PackedWeight)
+    assert isinstance(attention.qkv_proj.weight, CpuPackedWeight)
     assert attention.qkv_proj.weight.form.bits == (4 if kind.name[1] == "4" and not kinds else 8)
     # Half of gate_up has no codes: fp16.
-    assert isinstance(mlp.gate_up_proj.weight, PackedWeight) == (not kinds)
-    assert isinstance(packed.embed.weight, PackedWeight)
+    assert isinstance(mlp.gate_up_proj.weight, CpuPackedWeight) == (not kinds)
+    assert isinstance(packed.embed.weight, CpuPackedWeight)
     assert (packed.embed.weight is packed.head.weight) == tied
     texts = prompts(model.config.vocab_size)
     for text, logits in zip(texts, mixed_run(packed, texts), strict=True):
@@ -78,7 +78,7 @@ def test_types_that_others_pack_give_the_logits_of_their_numbers(tmp_path, kind)
     held = write_gguf(path, model, kind)
     model.load_state_dict({n: torch.from_numpy(v) for n, v in held.items()}, strict=False)
     packed = load_model(path, schemes=choose_schemes(None, path, torch.float32, CPU))
-    is_packed = isinstance(packed.layers[0].attention.qkv_proj.weight, PackedWeight)
+    is_packed = isinstance(packed.layers[0].attention.qkv_proj.weight, CpuPackedWeight)
     assert is_packed == kind.name.endswith("_K")  # for the others there are no codes
     texts = prompts(model.config.vocab_size)
     for text, logits in zip(texts, mixed_run(packed, texts), strict=True):
@@ -96,8 +96,8 @@ def test_experts_that_stay_packed_give_the_same_logits(tmp_path, arch, kinds):
     model.load_state_dict({n: torch.from_numpy(v) for n, v in held.items()}, strict=False)
     packed = load_model(path, schemes=choose_schemes(None, path, torch.float32, CPU))
     experts = packed.layers[0].mlp.experts
-    assert [isinstance(w, PackedWeight) for w in experts.gate_up.weight] == [not kinds] * 6
-    assert all(isinstance(w, PackedWeight) for w in experts.down.weight)
+    assert [isinstance(w, CpuPackedWeight) for w in experts.gate_up.weight] == [not kinds] * 6
+    assert all(isinstance(w, CpuPackedWeight) for w in experts.down.weight)
     texts = prompts(model.config.vocab_size)
     for text, logits in zip(texts, mixed_run(packed, texts), strict=True):
         with torch.inference_mode():
@@ -139,7 +139,7 @@ def test_a_share_of_the_inputs_stays_packed_where_it_is_whole_groups(tmp_path):
         shares.append(load_model(path, mesh, schemes=schemes))
     for name, dim in (("attention.qkv_proj", 0), ("attention.o_proj", 1), ("embed", 0)):
         weights = [model.get_submodule(_in_layer(name)).weight for model in shares]
-        parts = [unpack(weight) for weight in weights]
+        parts = [unpack_cpu(weight) for weight in weights]
         if name == "attention.qkv_proj":  # each rank has a part of each of the three
             first, second = (part.split((64, 32, 32)) for part in parts)
             parts = [torch.cat(both) for both in zip(first, second, strict=True)]
@@ -150,7 +150,7 @@ def test_a_share_of_the_inputs_stays_packed_where_it_is_whole_groups(tmp_path):
         whole = torch.cat(parts, dim)[: len(expected)]
         assert torch.equal(whole, torch.from_numpy(expected)), name
     # 96 inputs are 48 per rank, one and a half groups.
-    assert not isinstance(shares[0].layers[0].mlp.down_proj.weight, PackedWeight)
+    assert not isinstance(shares[0].layers[0].mlp.down_proj.weight, CpuPackedWeight)
     x_TI = torch.randn(3, 48)
     with torch.inference_mode():
         y_TO = (

@@ -20,8 +20,8 @@ from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
 from penstock.parallel.parameter import new_parameter
-from penstock.parallel.shard import Piece, Share, Span, split, whole
-from penstock.quant.scheme import ExpertsShape
+from penstock.parallel.shard import Piece, Shard, Span, split, whole
+from penstock.quantization.scheme import ExpertsShape
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.stored import StoredTensor
@@ -61,7 +61,7 @@ def test_real_configurations_are_read_as_transformers_does(name):
     assert attention_factor(spec.rope) == pytest.approx(1.3466, abs=1e-4)
     moe = spec.moe
     assert moe.num_experts == theirs.num_local_experts and moe.num_active == 4
-    assert moe.inner_size == theirs.intermediate_size and all(moe.layers)
+    assert moe.intermediate_size == theirs.intermediate_size and all(moe.layers)
     assert moe.renormalize and moe.gate_limit == 7.0
     assert spec.eos_token_ids == (200002,) and spec.pad_token_id == 199999
 
@@ -181,7 +181,7 @@ def test_gate_and_up_take_turns_and_each_rank_reads_its_share_only(folder, monke
         assert num_read[f"{EXPERTS}.{name}"] == stored[f"{EXPERTS}.{name}"].numel()
 
 
-class PackedExperts(nn.Module):
+class CpuWeightOnlyExperts(nn.Module):
     """The parameters of packed experts alone, as a scheme would make them."""
 
     weight_rules = WEIGHTS
@@ -193,7 +193,7 @@ class PackedExperts(nn.Module):
             num_experts=num_slots,
             experts=Span(0, num_slots),
             hidden_size=hidden,
-            num_features=features,
+            intermediate_size=features,
             features=span,
             has_bias=False,
         )
@@ -205,16 +205,16 @@ class PackedExperts(nn.Module):
         self.experts.gate_up, self.experts.down = self.gate_up, self.down
         for name, per_row in (("blocks", 2), ("scales", 32)):
             pieces = [
-                Piece((*piece.shares[:2], whole(hidden // per_row)))
+                Piece((*piece.shards[:2], whole(hidden // per_row)))
                 for piece in shape.gate_up_pieces()
             ]
             size = (num_slots, 2 * span.size, hidden // per_row)
             setattr(self.gate_up, name, new_parameter(size, torch.uint8, CPU, tuple(pieces)))
             columns = Span(span.start // per_row, span.size // per_row)
-            share = Share(
+            shard = Shard(
                 full_size=features // per_row, source=columns, target=Span(0, columns.size)
             )
-            pieces = [Piece((*piece.shares[:2], share)) for piece in shape.down_pieces()]
+            pieces = [Piece((*piece.shards[:2], shard)) for piece in shape.down_pieces()]
             size = (num_slots, hidden, columns.size)
             setattr(self.down, name, new_parameter(size, torch.uint8, CPU, tuple(pieces)))
         del self.mlp, self.experts, self.gate_up, self.down
@@ -242,7 +242,7 @@ def test_packed_blocks_and_scales_go_to_their_slots(folder, tmp_path):
     halves = []
     for rank in range(2):
         mesh = mesh_of(rank, 2)
-        halves.append(PackedExperts(num_experts, hidden, features, mesh))
+        halves.append(CpuWeightOnlyExperts(num_experts, hidden, features, mesh))
         load_weights(halves[-1], tmp_path, spec, mesh, progress=False)
     for name in ("blocks", "scales"):
         theirs = tensors[f"{EXPERTS}.gate_up_proj_{name}"].flatten(2)
@@ -259,7 +259,7 @@ def test_packed_blocks_and_scales_go_to_their_slots(folder, tmp_path):
 
 
 def test_random_codes_are_all_and_random_scales_near_what_is_typical():
-    model = PackedExperts(2, 64, 128, RankMesh.single())
+    model = CpuWeightOnlyExperts(2, 64, 128, RankMesh.single())
     scales = model.parts.down.scales
     scales.typical = (120.0, 1.0)
     dummy_weights(model, seed=1)

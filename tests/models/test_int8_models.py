@@ -1,6 +1,6 @@
-"""Checkpoints of whole numbers of 8 bits: weights bit for bit, logits of transformers that rounds.
+"""INT8 checkpoints: weights bit for bit, logits of transformers that rounds.
 
-The quantisation here is written with torch alone, in the layout of compressed-tensors.
+The quantization here is written with torch alone, in the layout of compressed-tensors.
 """
 
 import json
@@ -8,11 +8,11 @@ import shutil
 
 import pytest
 import torch
-from coded_models import FILE, LEFT, SHAPE
 from fp8_models import fused_with
 from paged_driver import CPU, mixed_run, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, reference_model
+from weight_only_models import FILE, LEFT, SHAPE
 
 from penstock.kernels.attention.backend import get_backend
 from penstock.models.registry import build_model

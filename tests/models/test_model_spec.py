@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from penstock.errors import ConfigError
-from penstock.models.registry import supported_architectures
+from penstock.models.registry import find_family, supported_architectures
 from penstock.models.spec import parse_model_spec
-from penstock.types.model_spec import CodesSpec, EightBitSpec, MoeSpec, QuantSpec
+from penstock.types.model_spec import MoeSpec, QuantSpec, W8A8Spec, WeightOnlySpec
 
 REAL = Path(__file__).parents[3] / "shared" / "configs"
 BASE = {
@@ -73,12 +73,12 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
         excluded = json.loads((REAL / name / "hf_quant_config.json").read_text())["quantization"]
         assert spec.quantization == QuantSpec(
             format=None,
-            codes=CodesSpec(layout="nvfp4", bits=4, group=16),
+            weight_only=WeightOnlySpec(layout="nvfp4", bits=4, group=16),
             excluded=tuple(excluded["exclude_modules"]),
             cache_dtype="float8_e4m3fn",
         )
     elif quantization:
-        fp8 = EightBitSpec(weights="tensor", inputs="static")
+        fp8 = W8A8Spec(weights="tensor", inputs="static")
         assert spec.quantization == QuantSpec(
             format=fp8, excluded=("lm_head",), cache_dtype="float8_e4m3fn"
         )
@@ -86,7 +86,7 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
         excluded = tuple(config["quantization_config"]["modules_to_not_convert"])
         assert spec.quantization == QuantSpec(format="mxfp4", excluded=excluded)
     elif "quantization_config" in config:  # those of the other models that are served have blocks
-        fp8 = EightBitSpec(weights="block", inputs="group", scale_name="weight_scale_inv")
+        fp8 = W8A8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")
         assert spec.quantization is not None and spec.quantization.format == fp8
     else:
         assert spec.quantization is None
@@ -100,9 +100,9 @@ def _check_experts(moe: MoeSpec | None, theirs: PreTrainedConfig) -> None:
     assert moe is not None
     assert moe.num_experts == theirs.num_experts
     assert moe.num_active == theirs.num_experts_per_tok
-    assert moe.inner_size == theirs.moe_intermediate_size
+    assert moe.intermediate_size == theirs.moe_intermediate_size
     assert moe.renormalize == theirs.norm_topk_prob
-    assert moe.shared_size == getattr(theirs, "shared_expert_intermediate_size", 0)
+    assert moe.shared_intermediate_size == getattr(theirs, "shared_expert_intermediate_size", 0)
     assert moe.layers == (True,) * theirs.num_hidden_layers
 
 
@@ -112,7 +112,7 @@ def test_recurrent_layers_are_those_of_transformers(tmp_path):
     spec, theirs = parse_model_spec(folder), AutoConfig.from_pretrained(folder)
     delta = spec.delta
     assert delta.layers == tuple(kind == "linear_attention" for kind in theirs.layer_types)
-    assert sum(delta.layers) == 36 and spec.zero_centred_norms
+    assert sum(delta.layers) == 36 and spec.zero_centered_norms
     assert delta.num_key_heads == theirs.linear_num_key_heads
     assert delta.num_value_heads == theirs.linear_num_value_heads
     assert delta.key_size == theirs.linear_key_head_dim
@@ -209,6 +209,30 @@ def test_scaled_rope_says_how_far_it_reaches(tmp_path):
     assert reach(type="dynamic", factor=4.0) == 1000
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("qwen2", "Qwen2ForCausalLM"),
+        ("qwen2_moe", "Qwen2MoeForCausalLM"),
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("gpt_oss", "GptOssForCausalLM"),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 3, 4])
+def test_windows_of_a_config_that_names_no_layers_are_those_of_transformers(
+    model_type, architecture, first, tmp_path
+):
+    fields = BASE | {
+        "num_key_value_heads": 4, "sliding_window": 16, "use_sliding_window": True,
+        "max_window_layers": first, "model_type": model_type,
+    }  # fmt: skip
+    theirs = AutoConfig.for_model(**fields)
+    expected = [16 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert len(expected) == 4
+    spec = parse(tmp_path, **fields | {"architectures": [architecture]})
+    assert spec.layer_windows == tuple(expected)
+
+
 def test_windows_follow_the_layers(tmp_path):
     qwen = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -278,17 +302,42 @@ def test_unreadable_config_is_a_config_error(tmp_path, text):
         parse_model_spec(tmp_path / "nothing")
 
 
-def test_an_override_of_the_quantisation_wins_over_the_file_beside(tmp_path):
+def test_an_override_of_the_quantization_wins_over_the_file_beside(tmp_path):
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
-    with pytest.raises(ConfigError, match=r"quantised \(W4A8_AWQ\).*supported are 8-bit floats"):
+    with pytest.raises(ConfigError, match=r"quantized \(W4A8_AWQ\).*supported are FP8"):
         parse(tmp_path)
     spec = parse(tmp_path, {"quantization_config": {"quant_algo": "FP8"}})
-    assert spec.quantization.format == EightBitSpec(weights="tensor", inputs="static")
+    assert spec.quantization.format == W8A8Spec(weights="tensor", inputs="static")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "has_bias"), [("qwen2", True), ("mixtral", False), ("qwen2_moe", None)]
+)
+def test_a_qkv_bias_that_the_architecture_fixes_is_not_read(tmp_path, model_type, has_bias):
+    for asked in (True, False):
+        spec = parse(
+            tmp_path,
+            architectures=None,
+            model_type=model_type,
+            num_key_value_heads=8,
+            qkv_bias=asked,
+        )
+        assert spec.attention_bias == (asked if has_bias is None else has_bias)
+
+
+def test_every_architecture_has_a_family_that_names_it():
+    for architecture in supported_architectures():
+        family = find_family([architecture], "")
+        assert family is not None and family.architecture == architecture
+    assert find_family(["Qwen3ForCausalLM"], "llama") is find_family([], "qwen3")
+    assert find_family(["NoSuchModel"], "llama") is None and find_family([], "") is None
 
 
 def test_parsing_needs_no_torch():
     code = (
-        "import sys, penstock.models.spec, penstock.models.registry, penstock.hub.folder\n"
+        "import sys, penstock.models.spec, penstock.hub.folder\n"
+        "from penstock.models.registry import find_family, supported_architectures\n"
+        "assert all(find_family([name], '') for name in supported_architectures())\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

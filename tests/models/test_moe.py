@@ -9,24 +9,25 @@ from tiny_models import make_checkpoint, reference_model
 
 from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.gemm import PackedWeight
-from penstock.layers.build import ExpertsBuild
+from penstock.kernels.gemm import CpuPackedWeight
+from penstock.layers.context import ExpertsContext
 from penstock.layers.moe import in_dtype_without_loss
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
-from penstock.quant import none, scheme
-from penstock.quant.choose import choose_schemes
-from penstock.quant.eight_bits import EightBitExperts
-from penstock.types.model_spec import EightBitSpec, QuantSpec
+from penstock.quantization import scheme
+from penstock.quantization import unquantized as none
+from penstock.quantization.choose import choose_schemes
+from penstock.quantization.w8a8 import W8A8Experts
+from penstock.types.model_spec import QuantSpec, W8A8Spec
 from penstock.weights.load import load_weights
 from penstock.weights.stored import StoredTensor
 
 SETTINGS = {
-    "whole": ExpertsBuild(),
-    "in pieces": ExpertsBuild(max_tokens=4),
-    "by reference": ExpertsBuild(by_reference=True),
-    "by reference, in pieces": ExpertsBuild(by_reference=True, max_tokens=1),
+    "whole": ExpertsContext(),
+    "in pieces": ExpertsContext(max_tokens=4),
+    "by reference": ExpertsContext(by_reference=True),
+    "by reference, in pieces": ExpertsContext(by_reference=True, max_tokens=1),
 }
 
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("moe"), "qwen2_moe")
 
 
-def finished(folder, experts: ExpertsBuild, dtype: torch.dtype = torch.float32):
+def finished(folder, experts: ExpertsContext, dtype: torch.dtype = torch.float32):
     spec, mesh = parse_model_spec(folder), RankMesh.single()
     backend = get_backend("reference")
     model = build_model(spec, mesh, dtype, CPU, backend, experts=experts)
@@ -48,12 +49,12 @@ def finished(folder, experts: ExpertsBuild, dtype: torch.dtype = torch.float32):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_way_gives_the_logits_of_transformers(folder, name, monkeypatch):
     calls = []
-    reference, touched = scheme.experts.reference, none.touched_experts
+    reference, touched = scheme.experts.reference, none.activated_experts
     monkeypatch.setattr(
         scheme.experts, "reference", lambda x, *a: calls.append(("all", len(x))) or reference(x, *a)
     )
     monkeypatch.setattr(
-        none, "touched_experts", lambda x, *a: calls.append(("touched", len(x))) or touched(x, *a)
+        none, "activated_experts", lambda x, *a: calls.append(("touched", len(x))) or touched(x, *a)
     )
     model, truth = finished(folder, SETTINGS[name]), reference_model(folder)
     texts = prompts(truth.config.vocab_size)
@@ -73,7 +74,7 @@ def test_the_reference_reads_packed_experts_as_numbers(tmp_path):
         load_model(path, schemes=choose_schemes(None, path, torch.float32, CPU, plain))
         for plain in (False, True)
     )
-    assert isinstance(by_codes.layers[0].mlp.experts.down.weight[0], PackedWeight)
+    assert isinstance(by_codes.layers[0].mlp.experts.down.weight[0], CpuPackedWeight)
     assert isinstance(by_reference.layers[0].mlp.experts.down.weight[0], torch.Tensor)
     texts = prompts(500)
     for ours, theirs in zip(
@@ -84,7 +85,7 @@ def test_the_reference_reads_packed_experts_as_numbers(tmp_path):
 
 def test_low_precision_stays_near(folder):
     exact, rounded = (
-        mixed_run(finished(folder, ExpertsBuild(), dtype), prompts(500))
+        mixed_run(finished(folder, ExpertsContext(), dtype), prompts(500))
         for dtype in (torch.float32, torch.bfloat16)
     )
     for ours, theirs in zip(rounded, exact, strict=True):
@@ -172,15 +173,13 @@ def test_an_expert_that_ranks_cannot_share_is_refused(folder):
         load_model(folder, mesh)
 
 
-def test_experts_that_a_checkpoint_excludes_are_not_quantised():
-    spec = QuantSpec(
-        format=EightBitSpec(weights="tensor", inputs="row"), excluded=("*.mlp.experts*",)
-    )
+def test_experts_that_a_checkpoint_excludes_are_not_quantized():
+    spec = QuantSpec(format=W8A8Spec(weights="tensor", inputs="row"), excluded=("*.mlp.experts*",))
     names = ["model.layers.0.mlp.experts.0.gate_proj"]
     schemes = choose_schemes(spec, None, torch.bfloat16, CPU)
     assert isinstance(schemes.experts(names), none.UnquantizedExperts)
     schemes = choose_schemes(QuantSpec(format=spec.format), None, torch.bfloat16, CPU)
-    assert isinstance(schemes.experts(names), EightBitExperts)
+    assert isinstance(schemes.experts(names), W8A8Experts)
 
 
 def test_a_router_becomes_smaller_only_where_no_number_changes():

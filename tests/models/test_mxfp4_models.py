@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
-from penstock.layers.build import ExpertsBuild
+from penstock.layers.context import ExpertsContext
 from penstock.layers.moe import Experts
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
@@ -49,8 +49,8 @@ def folder(tmp_path_factory) -> Path:
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             packed[name] = plain[name] = tensor
             continue
-        _, num_inputs, num_outputs = tensor.shape
-        shape = (NUM_EXPERTS, num_outputs, num_inputs // 32)
+        _, in_features, out_features = tensor.shape
+        shape = (NUM_EXPERTS, out_features, in_features // 32)
         blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
         scales = torch.randint(120, 125, shape, generator=generator, dtype=torch.uint8)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
@@ -70,7 +70,7 @@ def experts_of(model) -> list[Experts]:
 @pytest.mark.parametrize("by_reference", [False, True])
 def test_logits_are_those_of_transformers_with_unpacked_experts(folder, by_reference):
     spec, mesh = parse_model_spec(folder), RankMesh.single()
-    build = ExpertsBuild(by_reference=by_reference)
+    build = ExpertsContext(by_reference=by_reference)
     model = build_model(spec, mesh, torch.float32, CPU, get_backend("reference"), experts=build)
     load_weights(model, folder, spec, mesh, progress=False)
     model.finish()

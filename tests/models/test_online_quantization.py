@@ -1,21 +1,21 @@
-"""Plain checkpoints that are quantised while loading, by the rules of ones that were before."""
+"""Plain checkpoints that are quantized while loading, by the rules of ones that were before."""
 
 import pytest
 import torch
-from coded_models import FILE, SHAPE, nf4
 from paged_driver import CPU, mixed_run, prompts
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint, reference_model
+from weight_only_models import FILE, SHAPE, nf4
 
 from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.coded import CodedWeight
+from penstock.kernels.gemm.wna16_packing import GpuPackedWeight
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.quant.choose import Schemes, choose_schemes
-from penstock.quant.coded import CodedExperts
-from penstock.quant.none import Unquantized
+from penstock.quantization.choose import Schemes, choose_schemes
+from penstock.quantization.unquantized import Unquantized
+from penstock.quantization.weight_only import WeightOnlyExperts
 from penstock.weights.load import dummy_weights, load_weights
 
 SINGLE = RankMesh.single()
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 def build(folder, made):
     spec = parse_model_spec(folder)
-    schemes = choose_schemes(spec.quantization, folder, torch.float32, CPU, made=made)
+    schemes = choose_schemes(spec.quantization, folder, torch.float32, CPU, online=made)
     return spec, build_model(spec, SINGLE, torch.float32, CPU, get_backend("reference"), schemes)
 
 
@@ -85,7 +85,7 @@ def test_logits_are_near_those_of_the_plain_model(folder, made):
 
 
 @pytest.mark.parametrize("made", FAR)
-def test_random_weights_may_be_quantised_too(folder, made):
+def test_random_weights_may_be_quantized_too(folder, made):
     _, model = build(folder, made)
     dummy_weights(model, seed=3)
     model.finish()
@@ -100,7 +100,7 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("made", FAR)
-def test_experts_are_quantised_each_for_itself(tmp_path, made):
+def test_experts_are_quantized_each_for_itself(tmp_path, made):
     sizes = {"moe_intermediate_size": 128, "hidden_size": 128, "head_dim": 32}
     make_checkpoint(tmp_path, "qwen3_moe", **sizes)
     model, plain = load(tmp_path, made), load_file(tmp_path / FILE)
@@ -124,15 +124,15 @@ def test_experts_that_are_kept_as_codes_are_the_same(tmp_path, made):
     sizes = {"moe_intermediate_size": 128, "hidden_size": 128, "head_dim": 32}
     make_checkpoint(tmp_path, "qwen3_moe", **sizes)
     spec, plain, logits = parse_model_spec(tmp_path), Unquantized(), []
-    for keeps_codes in (False, True):
-        experts = CodedExperts(None, keeps_codes, made)
+    for has_kernel in (False, True):
+        experts = WeightOnlyExperts(None, has_kernel, made)
         schemes = Schemes(
             tables=plain, linear=lambda names: plain, experts=lambda names, e=experts: e
         )
         model = build_model(spec, SINGLE, torch.float32, CPU, get_backend("reference"), schemes)
         load_weights(model, tmp_path, spec, SINGLE, progress=False)
         model.finish()
-        is_coded = isinstance(model.layers[0].mlp.experts.down.weight, CodedWeight)
-        assert is_coded == keeps_codes
+        is_coded = isinstance(model.layers[0].mlp.experts.down.weight, GpuPackedWeight)
+        assert is_coded == has_kernel
         logits.append(torch.cat(mixed_run(model, prompts(500))))
     assert torch.allclose(*logits, atol=1e-4)

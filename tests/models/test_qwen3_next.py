@@ -19,8 +19,9 @@ from penstock.layers.linear import Linear
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import ROLES, RankMesh, RoleGroup
-from penstock.quant.none import Unquantized
+from penstock.quantization.unquantized import Unquantized
 from penstock.types.cache_spec import RecurrentState
+from penstock.types.setting_choice import SettingChoice
 
 SIBLING = Path(__file__).parents[1] / "siblings" / "qwen3_next"
 REAL = Path(__file__).parents[3] / "shared" / "configs" / "Qwen3-Next-80B-A3B-Thinking"
@@ -133,7 +134,7 @@ def test_layers_of_8_bit_floats_give_what_their_numbers_give(tmp_path):
     sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     folder = make_checkpoint(tmp_path / "plain", "qwen3_next", **sizes)
     tensors = load_file(folder / "model.safetensors")
-    (quantised := tmp_path / "fp8").mkdir()
+    (quantized := tmp_path / "fp8").mkdir()
     stored = dict(tensors)
     for name, weight in tensors.items():
         if "attn." in name and "proj" in name:
@@ -142,13 +143,13 @@ def test_layers_of_8_bit_floats_give_what_their_numbers_give(tmp_path):
             stored[f"{name}_scale_inv"] = torch.ones(num_blocks)
             tensors[name] = stored[name].float()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    save_file(stored, quantised / "model.safetensors")
+    save_file(stored, quantized / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = FP8 | {"modules_to_not_convert": ["lm_head", "*.mlp.*"]}
-    (quantised / "config.json").write_text(json.dumps(config))
+    (quantized / "config.json").write_text(json.dumps(config))
     texts = prompts(500)
     ours, plain = (
-        mixed_run(load_model(place, finished=True), texts) for place in (quantised, folder)
+        mixed_run(load_model(place, finished=True), texts) for place in (quantized, folder)
     )
     for found, expected in zip(ours, plain, strict=True):
         distance = (found - expected).norm() / expected.norm()
@@ -238,9 +239,10 @@ def test_fewer_states_than_rows_limit_the_batch_and_it_is_said(folder, truth, mo
         engine = LocalEngine(folder, **ENGINE, max_batch_size=50)
     assert engine.info.max_batch_size == engine.engine.config.max_batch_size == 5
     reason = "the memory holds the states of 5 sequences at once, 50 were asked for"
-    assert ("max_batch_size", "5", reason) in engine.info.choices
-    words = "5 sequences, 5 copies for prefix reuse, one for padding"
-    assert ("state_slots", "11", words) in engine.info.choices
+    limited = SettingChoice(name="max_batch_size", value="5", reason=reason)
+    assert limited in engine.info.choices
+    words = "5 sequences, 5 snapshots for prefix reuse, one for padding"
+    assert SettingChoice(name="state_slots", value="11", reason=words) in engine.info.choices
     memory = engine.info.memory
     assert (memory["states_bytes"], memory["state_bytes"]) == (11 * one, one)
     assert f"max_batch_size is 5: {reason}" in caplog.text

@@ -1,13 +1,23 @@
 """The tables are those of transformers, bit for bit, for real configurations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from penstock.layers.rope import attention_factor, cos_sin_table, inverse_frequencies
+from penstock.config.resolve import resolve
+from penstock.config.schema import EngineConfig
+from penstock.hub.folder import local_folder
+from penstock.kernels.device import probe
+from penstock.layers.rope import Rope, attention_factor, cos_sin_table, inverse_frequencies
 from penstock.models.spec import parse_model_spec
+from penstock.parallel.mesh import RankMesh
+from penstock.runtime.model_loader import load_model
+from penstock.runtime.timeline import Timeline
 
+TINY = local_folder("tiny")
 SHAPE = {
     "hidden_size": 4096,
     "num_attention_heads": 32,
@@ -85,3 +95,24 @@ def test_dynamic_table_is_unscaled_up_to_the_trained_length_and_scaled_beyond(tm
     spec = parse_model_spec(tmp_path, {"max_position_embeddings": 16384})
     found = inverse_frequencies(spec.rope, 128, spec.max_position)
     assert found[0] == 1.0 and (found[1:] < plain[1:]).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_shorter_table_is_the_beginning_of_the_model_s(tmp_path, variant):
+    """A run with a short max_seq_len rotates as the model does: no angle depends on the run."""
+    config = LlamaConfig(**SHAPE, rope_parameters=dict(VARIANTS[variant]))
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    spec = parse_model_spec(tmp_path, {"max_position_embeddings": 8192})
+    whole = cos_sin_table(spec.rope, 128, spec.max_position)
+    assert torch.equal(cos_sin_table(spec.rope, 128, spec.max_position, 300), whole[:300])
+
+
+def test_the_table_of_a_run_is_as_long_as_its_sequences():
+    """A checkpoint with 8.4 M positions asked for 5.4 GB before the first weight was read."""
+    spec = replace(parse_model_spec(TINY), max_position=1 << 23)
+    settings = EngineConfig(model=str(TINY), device="cpu", max_seq_len=100)
+    config = resolve(settings, spec, probe(), str(TINY))
+    model, _, _ = load_model(config, spec, RankMesh.single(), Timeline())
+    [rope] = {module for module in model.modules() if isinstance(module, Rope)}
+    assert rope.cos_sin_PR.shape == (config.max_seq_len + config.depth, spec.head_size)

@@ -1,21 +1,21 @@
-"""Experts of few bits a weight: numbers of the checkpoint, logits of transformers, ranks."""
+"""Weight-only experts: numbers of the checkpoint, logits of transformers, ranks."""
 
 import pytest
 import torch
-from coded_models import FILE, LAYOUTS, make_coded_checkpoint
 from paged_driver import CPU, mixed_run, prompts
 from safetensors.torch import load_file
 from test_int8_models import make as make_int8
 from tiny_models import reference_model
+from weight_only_models import FILE, LAYOUTS, make_weight_only_checkpoint
 
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.coded import CodedWeight, unpack_coded
+from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, unpack_gpu
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
-from penstock.quant.choose import Schemes, choose_schemes
-from penstock.quant.coded import CodedExperts, Int8Experts
-from penstock.quant.none import Unquantized
+from penstock.quantization.choose import Schemes, choose_schemes
+from penstock.quantization.unquantized import Unquantized
+from penstock.quantization.weight_only import Int8Experts, WeightOnlyExperts
 from penstock.weights.load import dummy_weights, load_weights
 
 SINGLE = RankMesh.single()
@@ -25,24 +25,25 @@ CLOSE = 2e-4
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    root = tmp_path_factory.mktemp("coded_experts")
+    root = tmp_path_factory.mktemp("weight_only_experts")
     return {
-        name: make_coded_checkpoint(root / name, name, "qwen3_moe", **SHAPE) for name in LAYOUTS
+        name: make_weight_only_checkpoint(root / name, name, "qwen3_moe", **SHAPE)
+        for name in LAYOUTS
     }
 
 
-def load(folder, *, keeps_codes: bool, mesh=SINGLE, is_dummy=False):
-    """`keeps_codes`: as on a GPU."""
+def load(folder, *, has_kernel: bool, mesh=SINGLE, is_dummy=False):
+    """`has_kernel`: as on a GPU."""
     spec = parse_model_spec(folder)
     plain = Unquantized()
     path = None if is_dummy else folder
     schemes = choose_schemes(spec.quantization, path, torch.float32, CPU)
-    if keeps_codes:
-        codes = spec.quantization.codes
+    if has_kernel:
+        codes = spec.quantization.weight_only
         experts = (
-            CodedExperts(codes, keeps_codes=True)
+            WeightOnlyExperts(codes, has_kernel=True)
             if codes is not None
-            else Int8Experts(spec.quantization.format, keeps_codes=True)
+            else Int8Experts(spec.quantization.format, has_kernel=True)
         )
         schemes = Schemes(tables=plain, linear=schemes.linear, experts=lambda names: experts)
     model = build_model(spec, mesh, torch.float32, CPU, get_backend("reference"), schemes)
@@ -61,18 +62,18 @@ def check_logits(model, theirs, close):
         assert torch.allclose(logits, expected, atol=close, rtol=close)
 
 
-@pytest.mark.parametrize("keeps_codes", [False, True])
+@pytest.mark.parametrize("has_kernel", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_those_of_transformers_with_the_plain_numbers(checkpoints, layout, keeps_codes):
+def test_logits_are_those_of_transformers_with_the_plain_numbers(checkpoints, layout, has_kernel):
     folder = checkpoints[layout]
-    model = load(folder, keeps_codes=keeps_codes)
+    model = load(folder, has_kernel=has_kernel)
     down = model.layers[1].mlp.experts.down.weight
-    assert isinstance(down, CodedWeight) == keeps_codes
-    if keeps_codes:
+    assert isinstance(down, GpuPackedWeight) == has_kernel
+    if has_kernel:
         expected = load_file(folder / "plain" / FILE)[
             "model.layers.1.mlp.experts.3.down_proj.weight"
         ]
-        assert torch.allclose(unpack_coded(down.slot(3)).values(), expected, rtol=2e-7, atol=0)
+        assert torch.allclose(unpack_gpu(down.slot(3)).values(), expected, rtol=2e-7, atol=0)
     check_logits(model, reference_model(folder / "plain"), CLOSE)
 
 
@@ -84,24 +85,24 @@ def test_ranks_share_experts_by_whole_groups(checkpoints, layout):
     for rank in range(2 if layout != "nf4" else 1):
         size = 2 if layout != "nf4" else 1
         mesh = RankMesh(rank, size, dict.fromkeys(SINGLE.roles, RoleGroup(size, rank)))
-        down = load(folder, keeps_codes=True, mesh=mesh).layers[0].mlp.experts.down.weight
-        parts.append(unpack_coded(down.slot(2)).values())
+        down = load(folder, has_kernel=True, mesh=mesh).layers[0].mlp.experts.down.weight
+        parts.append(unpack_gpu(down.slot(2)).values())
     assert torch.allclose(torch.cat(parts, dim=1), plain, rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("keeps_codes", [False, True])
-def test_experts_of_whole_numbers_have_plain_inputs(tmp_path, keeps_codes):
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_experts_of_whole_numbers_have_plain_inputs(tmp_path, has_kernel):
     folder = make_int8(tmp_path / "int8", "channel", "token", "qwen3_moe", SHAPE)
-    model = load(folder, keeps_codes=keeps_codes)
+    model = load(folder, has_kernel=has_kernel)
     weight = model.layers[0].mlp.experts.gate_up.weight
     plain = load_file(folder / "plain" / FILE)
     names = [f"model.layers.0.mlp.experts.2.{part}_proj.weight" for part in ("gate", "up")]
-    found = unpack_coded(weight.slot(2)).values() if keeps_codes else weight[2].to_dense()
+    found = unpack_gpu(weight.slot(2)).values() if has_kernel else weight[2].to_dense()
     assert torch.equal(found, torch.cat([plain[name] for name in names]))
 
 
 @pytest.mark.parametrize("layout", ["awq", "nvfp4 modelopt", "packed 8 bits"])
 def test_random_experts_are_sensible(checkpoints, layout):
-    model = load(checkpoints[layout], keeps_codes=True, is_dummy=True)
+    model = load(checkpoints[layout], has_kernel=True, is_dummy=True)
     logits = torch.cat(mixed_run(model, prompts(500)))
     assert torch.isfinite(logits).all() and logits.std() > 0.1

@@ -1,27 +1,28 @@
-"""Checkpoints of few bits a weight: the weights bit for bit, the logits of transformers."""
+"""Weight-only checkpoints: the weights bit for bit, the logits of transformers."""
 
 import json
 
 import pytest
 import torch
-from coded_models import FILE, LAYOUTS, LEFT, is_left, make_coded_checkpoint
 from paged_driver import CPU, mixed_run, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import reference_model
+from weight_only_models import FILE, LAYOUTS, LEFT, is_left, make_weight_only_checkpoint
 
 from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.coded import CodedWeight, coded_linear, pack_coded
-from penstock.kernels.gemm import PackedWeight
+from penstock.kernels.gemm import CpuPackedWeight
+from penstock.kernels.gemm.wna16 import weight_only_linear
+from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, pack_gpu
 from penstock.layers.linear import Linear
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
-from penstock.quant.choose import Schemes, choose_schemes
-from penstock.quant.coded import CodedScheme
-from penstock.quant.none import Unquantized
-from penstock.weights.coded import gathered
+from penstock.quantization.choose import Schemes, choose_schemes
+from penstock.quantization.unquantized import Unquantized
+from penstock.quantization.weight_only import WeightOnlyScheme
 from penstock.weights.load import dummy_weights, load_weights
+from penstock.weights.quantized import gathered
 from penstock.weights.stream import stream
 
 SINGLE = RankMesh.single()
@@ -37,7 +38,7 @@ NOT_SUMS = ("nf4", "nf4 nested", "gptq ordered", "fp8", "fp8 by matrix")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("coded")
-    return {name: make_coded_checkpoint(root / name, name) for name in LAYOUTS}
+    return {name: make_weight_only_checkpoint(root / name, name) for name in LAYOUTS}
 
 
 def load(folder, mesh=SINGLE, dtype=torch.float32):
@@ -51,7 +52,7 @@ def load(folder, mesh=SINGLE, dtype=torch.float32):
 
 def matrices(folder):
     """The coded tensors of a checkpoint, by name."""
-    codes = parse_model_spec(folder).quantization.codes
+    codes = parse_model_spec(folder).quantization.weight_only
     found = gathered(stream((folder / FILE,)), codes)
     return {tensor.name: tensor for tensor in found}, load_file(folder / "plain" / FILE)
 
@@ -67,7 +68,7 @@ def test_numbers_are_those_of_the_checkpoint_bit_for_bit(checkpoints, layout):
         assert torch.equal(whole.to(dtype), expected.to(dtype)), name
         if not module.endswith("_proj"):
             continue
-        coded = tensors[name].read_coded((WHOLE, WHOLE), CPU)
+        coded = tensors[name].read_quantized((WHOLE, WHOLE), CPU)
         assert (coded is None) == is_left(layout, module), name
         if coded is not None:
             assert torch.equal(coded.values(), whole), name
@@ -85,7 +86,7 @@ def test_a_part_is_that_part_also_where_it_cuts_through_groups_and_words(checkpo
     ):
         found, expected = tensors[name].read(part), plain[name][part]
         assert torch.equal(found.to(dtype), expected.to(dtype)), part
-        coded = tensors[name].read_coded(part, CPU)
+        coded = tensors[name].read_quantized(part, CPU)
         is_whole = part[1] == slice(0, 128)
         if layout == "gptq ordered":
             assert (coded is None) != is_whole
@@ -97,14 +98,14 @@ def test_a_part_is_that_part_also_where_it_cuts_through_groups_and_words(checkpo
 def test_what_a_gpu_reads_is_the_same_matrix(checkpoints, layout):
     tensors, plain = matrices(checkpoints[layout])
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
-    weight = pack_coded([tensors[name].read_coded((WHOLE, WHOLE), CPU) for name in names])
+    weight = pack_gpu([tensors[name].read_quantized((WHOLE, WHOLE), CPU) for name in names])
     assert weight is not None
     expected = torch.cat([plain[name] for name in names])
     x = torch.randn(5, expected.shape[1])
-    found, dtype = coded_linear(torch.eye(expected.shape[1]), weight, None).t(), torch.float32
+    found, dtype = weight_only_linear(torch.eye(expected.shape[1]), weight, None).t(), torch.float32
     dtype = ROUNDED.get(layout, dtype)
     assert torch.equal(found.to(dtype), expected.to(dtype))
-    assert torch.allclose(coded_linear(x, weight, None), x @ expected.t(), atol=1e-5)
+    assert torch.allclose(weight_only_linear(x, weight, None), x @ expected.t(), atol=1e-5)
     bits = 8 if "8" in layout else 4
     assert weight.num_bytes < expected.numel() * (bits / 8 + 4 / 32 + 0.2)
 
@@ -113,7 +114,7 @@ def test_what_a_gpu_reads_is_the_same_matrix(checkpoints, layout):
 def test_logits_are_those_of_transformers_with_the_plain_numbers(checkpoints, layout):
     folder = checkpoints[layout]
     model, theirs = load(folder), reference_model(folder / "plain")
-    is_packed = isinstance(model.layers[0].attention.qkv_proj.weight, PackedWeight)
+    is_packed = isinstance(model.layers[0].attention.qkv_proj.weight, CpuPackedWeight)
     assert is_packed == (layout not in NOT_SUMS)
     for ids, logits in zip(prompts(500), mixed_run(model, prompts(500)), strict=True):
         with torch.inference_mode():
@@ -125,7 +126,7 @@ def test_logits_are_those_of_transformers_with_the_plain_numbers(checkpoints, la
 def test_a_model_that_keeps_codes_has_the_same_logits(checkpoints, layout):
     """As on a GPU, with the op's reference."""
     folder, spec = checkpoints[layout], parse_model_spec(checkpoints[layout])
-    plain, coded = Unquantized(), CodedScheme(spec.quantization.codes, keeps_codes=True)
+    plain, coded = Unquantized(), WeightOnlyScheme(spec.quantization.weight_only, has_kernel=True)
     schemes = Schemes(tables=plain, linear=lambda names: coded, experts=None)
     model = build_model(spec, SINGLE, torch.float32, CPU, get_backend("reference"), schemes)
     load_weights(model, folder, spec, SINGLE, progress=False)
@@ -133,7 +134,7 @@ def test_a_model_that_keeps_codes_has_the_same_logits(checkpoints, layout):
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
             is_plain = name == "layers.1.mlp.down_proj" and is_left(layout, LEFT)
-            assert isinstance(layer.weight, CodedWeight) != is_plain, name
+            assert isinstance(layer.weight, GpuPackedWeight) != is_plain, name
     theirs = reference_model(folder / "plain")
     for ids, logits in zip(prompts(500), mixed_run(model, prompts(500)), strict=True):
         with torch.inference_mode():
@@ -152,8 +153,8 @@ def test_random_codes_behave_like_plain_numbers(checkpoints, layout):
         model.finish()
         return torch.cat(mixed_run(model, prompts(500)))
 
-    codes = parse_model_spec(folder).quantization.codes
-    coded = CodedScheme(codes, keeps_codes=True)
+    codes = parse_model_spec(folder).quantization.weight_only
+    coded = WeightOnlyScheme(codes, has_kernel=True)
     schemes = Schemes(tables=Unquantized(), linear=lambda names: coded, experts=None)
     assert 0.7 < logits(folder, schemes).std() / logits(folder / "plain", None).std() < 1.4
 
@@ -224,4 +225,4 @@ def test_settings_name_the_layer_that_is_left(checkpoints):
     settings = json.loads((checkpoints["awq"] / "config.json").read_text())["quantization_config"]
     assert settings["modules_to_not_convert"] == ["model.layers.1.mlp.down_proj"]
     weight = load(checkpoints["awq"]).layers[1].mlp.down_proj.weight
-    assert not isinstance(weight, PackedWeight)
+    assert not isinstance(weight, CpuPackedWeight)

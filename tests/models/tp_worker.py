@@ -8,7 +8,7 @@ import torch
 from paged_driver import CPU, load_model, mixed_run, prompts
 from safetensors.torch import save_file
 
-from penstock.layers.build import ExpertsBuild
+from penstock.layers.context import ExpertsContext
 from penstock.parallel.mesh import RankMesh
 
 
@@ -16,8 +16,8 @@ def main() -> None:
     rank, size, address, out, *cases = sys.argv[1:]
     torch.set_num_threads(1)
     mesh = RankMesh.create(int(rank), int(size), address, CPU)
-    for number, (folder, _, num_sets) in enumerate(case.rpartition(":") for case in cases):
-        experts = ExpertsBuild(num_sets=int(num_sets))
+    for number, (folder, _, ep_size) in enumerate(case.rpartition(":") for case in cases):
+        experts = ExpertsContext(ep_size=int(ep_size))
         model = load_model(Path(folder), mesh, experts=experts)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         (Path(out) / f"sizes-{number}-{rank}.json").write_text(json.dumps(sizes))

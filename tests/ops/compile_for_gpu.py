@@ -15,12 +15,12 @@ import triton
 from op_cases import (
     OP_CASES,
     AttentionCase,
-    coded_experts_case,
     decodes,
     experts_case,
     make_attention,
     prefills,
     sink_cases,
+    weight_only_experts_case,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -122,9 +122,9 @@ def compile_sampling(device: torch.device) -> None:
     logits_LV = torch.zeros(2, 9001, dtype=torch.bfloat16, device=device)
     ones_L, ids_L = torch.ones(2, device=device), torch.arange(2, device=device)
     kernels.argmax(logits_LV)
-    for cutoffs_L in (None, ones_L):
-        kernels.gumbel_argmax(logits_LV, ones_L, ids_L, ids_L, cutoffs_L)
-    kernels.sampling_cutoffs(logits_LV, ones_L, ids_L, ones_L, ones_L, 9001)
+    for thresholds_L in (None, ones_L):
+        kernels.gumbel_argmax(logits_LV, ones_L, ids_L, ids_L, thresholds_L)
+    kernels.filter_thresholds(logits_LV, ones_L, ids_L, ones_L, ones_L, 9001)
     seen_SV = torch.zeros(2, 9001, dtype=torch.int32, device=device)
     kernels.apply_penalties(logits_LV.float(), ids_L, seen_SV.bool(), seen_SV, *[ones_L] * 3)
 
@@ -147,7 +147,7 @@ def compile_hopper_prefill(device: torch.device) -> None:
 
 
 def compile_hopper_mxfp4(device: torch.device) -> None:
-    from penstock.kernels.moe import hopper_mxfp4
+    from penstock.kernels.moe import mxfp4_hopper as hopper_mxfp4
 
     for bias in (False, True):
         args = experts_case(6, 4, 2, 64, 64, format="mxfp4", bias=bias).make(torch.bfloat16, device)
@@ -155,15 +155,18 @@ def compile_hopper_mxfp4(device: torch.device) -> None:
             hopper_mxfp4.experts(*args, rows=rows)
 
 
-def compile_hopper_coded(device: torch.device) -> None:
-    from penstock.kernels.coded import hopper, pack_coded, random_coded
+def compile_hopper_weight_only(device: torch.device) -> None:
+    from penstock.kernels.gemm import wna16_hopper as hopper
+    from penstock.kernels.gemm.wna16_packing import pack_gpu
+    from penstock.kernels.moe import wna16_hopper as hopper_experts
+    from penstock.kernels.quantized_weight import random_quantized
 
     for kind, group, has_zeros in (
         ("int4", 128, False), ("int4", 128, True), ("int4", 32, True), ("int4", 256, False),
         ("fp4", 16, False), ("nf4", 64, False), ("int8", 1024, False), ("e4m3", 1024, False),
     ):  # fmt: skip
-        coded = random_coded(kind, 144, 1024, group, has_zeros, device)
-        weight = pack_coded([coded], keeps_zeros=has_zeros)
+        coded = random_quantized(kind, 144, 1024, group, has_zeros, device)
+        weight = pack_gpu([coded], keeps_zeros=has_zeros)
         x = torch.zeros(3, 1024, dtype=torch.bfloat16, device=device)
         assert hopper.fits(x, weight)
         for rows in hopper.CONFIGS if kind == "fp4" else (8, 128):
@@ -173,18 +176,18 @@ def compile_hopper_coded(device: torch.device) -> None:
         ("fp4", 16, dict(outer=True, bias=True)),
         ("e4m3", 256, dict(bias=True)),
     ):
-        case = coded_experts_case(kind, 6, 4, 2, 256, 256, group=group, **shape)
+        case = weight_only_experts_case(kind, 6, 4, 2, 256, 256, group=group, **shape)
         args = case.make(torch.bfloat16, device)
-        assert hopper.fits_experts(args[0], args[3], args[4])
-        hopper.experts(*args, is_sorted=False, splits=2)
+        assert hopper_experts.fits(args[0], args[3], args[4])
+        hopper_experts.experts(*args, is_sorted=False, splits=2)
         for rows in (8, 16, 64, 128) if kind == "fp4" else (8,):
-            hopper.experts(*args, rows=rows, is_sorted=True)
+            hopper_experts.experts(*args, rows=rows, is_sorted=True)
 
 
 # What is compiled beside the ops; each part takes about as long.
 PARTS: dict[str, tuple[Callable[[torch.device], None], ...]] = {
     "attention": (compile_attention, compile_hopper_prefill),
-    "coded": (compile_hopper_coded,),
+    "gemm": (compile_hopper_weight_only,),
     "moe": (compile_hopper_mxfp4,),
     "recurrent": (),
     "others": (compile_sampling,),

@@ -11,31 +11,23 @@ from torch import Tensor
 from penstock.kernels.activation import sigmoid_mul, silu_mul
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
-from penstock.kernels.batch import ForwardBatch
-from penstock.kernels.coded import (
-    Coded,
-    CodedWeight,
-    Kind,
-    coded_experts,
-    coded_linear,
-    pack_coded,
-    stack_coded,
-)
 from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static, InputFormat
-from penstock.kernels.fp8 import fp8_linear, quantize_fp8, rms_norm_fp8, silu_mul_fp8
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.gather import decode_inputs
-from penstock.kernels.gemm.codes import (
+from penstock.kernels.gemm.dense import dense_linear
+from penstock.kernels.gemm.fp8 import fp8_linear
+from penstock.kernels.gemm.gated import gated_linear
+from penstock.kernels.gemm.int8 import int8_linear
+from penstock.kernels.gemm.quantized_cpu import (
     FORMS,
-    Codes,
+    CpuPackedWeight,
     Form,
-    PackedWeight,
-    pack,
+    pack_cpu,
     packed_linear,
     packed_rows,
 )
-from penstock.kernels.gemm.dense import dense_linear
-from penstock.kernels.gemm.few import gated_linear
-from penstock.kernels.int8 import int8_linear, quantize_int8
+from penstock.kernels.gemm.wna16 import weight_only_linear
+from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, pack_gpu, stack_packed
 from penstock.kernels.moe import (
     SILU,
     ExpertWeights,
@@ -49,8 +41,12 @@ from penstock.kernels.moe import (
     route,
     router_logits,
 )
+from penstock.kernels.moe.wna16 import weight_only_experts
 from penstock.kernels.norm import add_rms_norm, rms_norm
 from penstock.kernels.op import Op
+from penstock.kernels.quantize import quantize_fp8, rms_norm_fp8, silu_mul_fp8
+from penstock.kernels.quantize.reference import quantize_int8
+from penstock.kernels.quantized_weight import Kind, QuantizedWeight
 from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
 from penstock.kernels.rope import rope_kv_write
 
@@ -297,7 +293,7 @@ _SCALINGS = ("whole", "rows", "groups")
 
 
 def _static(scaling: str, value: float, device: torch.device) -> tuple[Tensor | None, int]:
-    """(scale, group) of a way to quantise: "whole", "rows" or "groups"."""
+    """(scale, group) of a way to quantize: "whole", "rows" or "groups"."""
     scale = torch.tensor([value], device=device) if scaling == "whole" else None
     return scale, 128 if scaling == "groups" else 0
 
@@ -441,13 +437,14 @@ def gated_norm_case(num_tokens: int, heads: int, value_heads: int, size: int) ->
     return OpCase(rms_norm_gated, f"{num_tokens}x{heads}x{value_heads}x{size}", make)
 
 
-def random_weight(form: Form, num_outputs: int, num_inputs: int) -> PackedWeight:
+def random_weight(form: Form, out_features: int, in_features: int) -> CpuPackedWeight:
     """Of exactly this form, its values of a weight's size."""
     low, high = (0, 16) if form.bits == 4 else (-128, 128)
-    codes = torch.randint(low, high, (num_outputs, num_inputs), dtype=torch.int8)
-    shape = (num_outputs, num_inputs // form.group)
+    codes = torch.randint(low, high, (out_features, in_features), dtype=torch.int8)
+    shape = (out_features, in_features // form.group)
     scales, minima = torch.rand(shape) / high**1.5, torch.rand(shape) * (-0.3 if low == 0 else 0.1)
-    weight = pack([Codes(codes, *(x.to(form.meta).float() for x in (scales, minima)))])
+    scales, minima = (x.to(form.meta).float() for x in (scales, minima))
+    weight = pack_cpu([QuantizedWeight("affine", codes, scales, minima_OG=minima)])
     assert weight is not None and weight.form == form
     return weight
 
@@ -564,51 +561,51 @@ def _gated_rows(gate: Gate) -> OpCase:
 
 
 def _packed_linear(
-    form: Form, num_tokens: int, num_outputs: int, num_inputs: int, bias: bool = False
+    form: Form, num_tokens: int, out_features: int, in_features: int, bias: bool = False
 ) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        x = randn(num_tokens, 2 * num_inputs, dtype=dtype, device=device)[:, :num_inputs]
-        b = randn(num_outputs, dtype=dtype, device=device) if bias else None
-        return x / num_inputs**0.5, random_weight(form, num_outputs, num_inputs), b
+        x = randn(num_tokens, 2 * in_features, dtype=dtype, device=device)[:, :in_features]
+        b = randn(out_features, dtype=dtype, device=device) if bias else None
+        return x / in_features**0.5, random_weight(form, out_features, in_features), b
 
     kind = f"{form.bits}-{form.meta}".replace("torch.", "")
-    return OpCase(packed_linear, f"{kind}-{num_tokens}x{num_inputs}x{num_outputs}", make)
+    return OpCase(packed_linear, f"{kind}-{num_tokens}x{in_features}x{out_features}", make)
 
 
 def random_codes(
-    kind: Kind, num_inputs: int, num_outputs: int, group: int, zeros: bool, outer: bool,
+    kind: Kind, in_features: int, out_features: int, group: int, zeros: bool, outer: bool,
     ordered: bool, device: torch.device,
-) -> CodedWeight:  # fmt: skip
+) -> GpuPackedWeight:  # fmt: skip
     top = 256 if kind in ("int8", "e4m3") else 16
-    scales = torch.rand(num_outputs, num_inputs // group) + 0.5
+    scales = torch.rand(out_features, in_features // group) + 0.5
     scales *= {"int4": 0.2, "int8": 0.014, "nf4": 1.8, "fp4": 0.35, "e4m3": 0.008}[kind]
     scales = scales.to({"fp4": FP8, "nf4": torch.float32}.get(kind, torch.float16))
     if kind == "fp4":
         scales[0, 0], scales[1, 0], scales[2, 0] = 0.0, 2.0**-9, 7 * 2.0**-9
-    codes = torch.randint(top, (num_outputs, num_inputs), dtype=torch.uint8)
+    codes = torch.randint(top, (out_features, in_features), dtype=torch.uint8)
     if kind == "e4m3":
         codes[codes & 127 == 127] = 0  # no numbers
-    weight = Coded(
+    weight = QuantizedWeight(
         kind,
         codes.to(device),
         scales.to(device),
         torch.randint(top + 1, scales.shape, dtype=torch.uint8).to(device) if zeros else None,
-        (torch.rand(num_outputs) + 0.5).to(device) if outer else None,
-        torch.randperm(num_inputs).to(device) if ordered else None,
+        (torch.rand(out_features) + 0.5).to(device) if outer else None,
+        torch.randperm(in_features).to(device) if ordered else None,
     )
-    packed = pack_coded([weight])
+    packed = pack_gpu([weight])
     assert packed is not None
     return packed
 
 
-def coded_experts_case(
+def weight_only_experts_case(
     kind: Kind, num_tokens: int, num_slots: int, num_active: int, size: int, features: int,
     *, group: int, zeros: bool = False, outer: bool = False, ordered: bool = False,
     bias: bool = False, gate: Gate = SILU,
 ) -> OpCase:  # fmt: skip
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         gate_up, down = (
-            stack_coded(
+            stack_packed(
                 [
                     random_codes(kind, inputs, outputs, group, zeros, outer, ordered, device)
                     for _ in range(num_slots)
@@ -626,21 +623,21 @@ def coded_experts_case(
         return x, slots.int().to(device), weights, gate_up, down, *biases, gate
 
     name = f"{kind}-{num_tokens}x{size}x{features}-{num_active}of{num_slots}"
-    return OpCase(coded_experts, name + "-bias" * bias, make)
+    return OpCase(weight_only_experts, name + "-bias" * bias, make)
 
 
-def coded_case(
-    kind: Kind, num_tokens: int, num_inputs: int, num_outputs: int, *, group: int = 128,
+def weight_only_case(
+    kind: Kind, num_tokens: int, in_features: int, out_features: int, *, group: int = 128,
     zeros: bool = False, outer: bool = False, ordered: bool = False, bias: bool = False,
 ) -> OpCase:  # fmt: skip
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        weight = random_codes(kind, num_inputs, num_outputs, group, zeros, outer, ordered, device)
-        x = randn(num_tokens, 2 * num_inputs, dtype=dtype, device=device)[:, :num_inputs]
-        b = randn(num_outputs, dtype=dtype, device=device) if bias else None
-        return x / num_inputs**0.5, weight, b
+        weight = random_codes(kind, in_features, out_features, group, zeros, outer, ordered, device)
+        x = randn(num_tokens, 2 * in_features, dtype=dtype, device=device)[:, :in_features]
+        b = randn(out_features, dtype=dtype, device=device) if bias else None
+        return x / in_features**0.5, weight, b
 
-    name = f"{kind}-{num_tokens}x{num_inputs}x{num_outputs}-{group}" + "-zeros" * zeros
-    return OpCase(coded_linear, name + "-outer" * outer + "-ordered" * ordered, make)
+    name = f"{kind}-{num_tokens}x{in_features}x{out_features}-{group}" + "-zeros" * zeros
+    return OpCase(weight_only_linear, name + "-outer" * outer + "-ordered" * ordered, make)
 
 
 def _quantize_int8(num_tokens: int, size: int, is_static: bool = False) -> OpCase:
@@ -652,19 +649,21 @@ def _quantize_int8(num_tokens: int, size: int, is_static: bool = False) -> OpCas
 
 
 def _int8_linear(
-    num_tokens: int, num_inputs: int, num_outputs: int, *, whole: bool = False, bias: bool = False
+    num_tokens: int, in_features: int, out_features: int, *, whole: bool = False, bias: bool = False
 ) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        x = randn(num_tokens, num_inputs, dtype=dtype, device=device)
+        x = randn(num_tokens, in_features, dtype=dtype, device=device)
         values, scale = quantize_int8.reference(
             x, torch.full((1,), 0.03, device=device) if whole else None
         )
-        weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8).to(device)
-        scales = (torch.rand(1 if whole else num_outputs) + 0.5).to(device) / (75 * num_inputs**0.5)
-        b = randn(num_outputs, dtype=dtype, device=device) if bias else None
+        weight = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8).to(device)
+        scales = (torch.rand(1 if whole else out_features) + 0.5).to(device) / (
+            75 * in_features**0.5
+        )
+        b = randn(out_features, dtype=dtype, device=device) if bias else None
         return values, scale, weight, scales, b, dtype
 
-    name = f"{num_tokens}x{num_inputs}x{num_outputs}" + "-whole" * whole + "-bias" * bias
+    name = f"{num_tokens}x{in_features}x{out_features}" + "-whole" * whole + "-bias" * bias
     return OpCase(int8_linear, name, make)
 
 
@@ -746,38 +745,38 @@ OP_CASES = [
     _int8_linear(33, 512, 128),
     _int8_linear(70, 200, 80, bias=True),
     _int8_linear(300, 256, 128),
-    coded_experts_case("int4", 1, 5, 2, 256, 128, group=128, zeros=True),
-    coded_experts_case("int4", 9, 4, 3, 128, 64, group=32, ordered=True, bias=True),
-    coded_experts_case("fp4", 2, 6, 3, 384, 80, group=16, outer=True),
-    coded_experts_case("fp4", 70, 3, 2, 128, 96, group=16, outer=True, gate=CLAMPED),
-    coded_experts_case("nf4", 5, 3, 1, 128, 64, group=64, bias=True),
-    coded_case("int4", 1, 256, 80),
-    coded_case("int4", 3, 512, 72, group=32, zeros=True, bias=True),
-    coded_case("int4", 17, 384, 96, group=64, ordered=True),
-    coded_case("int4", 2, 512, 130, group=256, zeros=True),
-    coded_case("int4", 70, 200, 64, group=200, zeros=True, bias=True),
-    coded_case("int4", 300, 256, 40, zeros=True, ordered=True, bias=True),
-    coded_case("int4", 1, 2048, 41, group=64, zeros=True, bias=True),
-    coded_case("int4", 2, 384, 24, group=32),
-    coded_case("int4", 2, 256, 72, zeros=True, ordered=True),
-    coded_case("int8", 1, 384, 72, group=384),
-    coded_case("int8", 2, 256, 41, group=32, bias=True),
-    coded_case("int8", 1, 201, 24, group=201),
-    coded_case("int8", 33, 256, 64, bias=True),
-    coded_case("int8", 260, 128, 40, group=32),
-    coded_experts_case("e4m3", 1, 5, 2, 256, 128, group=128),
-    coded_experts_case("e4m3", 9, 4, 3, 128, 64, group=64, bias=True),
-    coded_case("e4m3", 1, 384, 72, group=384),
-    coded_case("e4m3", 2, 256, 41, group=64, bias=True),
-    coded_case("e4m3", 33, 256, 64, bias=True),
-    coded_case("e4m3", 260, 128, 40, group=128),
-    coded_case("nf4", 1, 320, 72, group=64, bias=True),
-    coded_case("nf4", 2, 256, 41, group=64),
-    coded_case("nf4", 270, 192, 48, group=64),
-    coded_case("fp4", 1, 2048, 72, group=16, outer=True),
-    coded_case("fp4", 2, 208, 41, group=16, outer=True, bias=True),
-    coded_case("fp4", 40, 208, 136, group=16, outer=True, bias=True),
-    coded_case("fp4", 280, 256, 40, group=16, outer=True),
+    weight_only_experts_case("int4", 1, 5, 2, 256, 128, group=128, zeros=True),
+    weight_only_experts_case("int4", 9, 4, 3, 128, 64, group=32, ordered=True, bias=True),
+    weight_only_experts_case("fp4", 2, 6, 3, 384, 80, group=16, outer=True),
+    weight_only_experts_case("fp4", 70, 3, 2, 128, 96, group=16, outer=True, gate=CLAMPED),
+    weight_only_experts_case("nf4", 5, 3, 1, 128, 64, group=64, bias=True),
+    weight_only_case("int4", 1, 256, 80),
+    weight_only_case("int4", 3, 512, 72, group=32, zeros=True, bias=True),
+    weight_only_case("int4", 17, 384, 96, group=64, ordered=True),
+    weight_only_case("int4", 2, 512, 130, group=256, zeros=True),
+    weight_only_case("int4", 70, 200, 64, group=200, zeros=True, bias=True),
+    weight_only_case("int4", 300, 256, 40, zeros=True, ordered=True, bias=True),
+    weight_only_case("int4", 1, 2048, 41, group=64, zeros=True, bias=True),
+    weight_only_case("int4", 2, 384, 24, group=32),
+    weight_only_case("int4", 2, 256, 72, zeros=True, ordered=True),
+    weight_only_case("int8", 1, 384, 72, group=384),
+    weight_only_case("int8", 2, 256, 41, group=32, bias=True),
+    weight_only_case("int8", 1, 201, 24, group=201),
+    weight_only_case("int8", 33, 256, 64, bias=True),
+    weight_only_case("int8", 260, 128, 40, group=32),
+    weight_only_experts_case("e4m3", 1, 5, 2, 256, 128, group=128),
+    weight_only_experts_case("e4m3", 9, 4, 3, 128, 64, group=64, bias=True),
+    weight_only_case("e4m3", 1, 384, 72, group=384),
+    weight_only_case("e4m3", 2, 256, 41, group=64, bias=True),
+    weight_only_case("e4m3", 33, 256, 64, bias=True),
+    weight_only_case("e4m3", 260, 128, 40, group=128),
+    weight_only_case("nf4", 1, 320, 72, group=64, bias=True),
+    weight_only_case("nf4", 2, 256, 41, group=64),
+    weight_only_case("nf4", 270, 192, 48, group=64),
+    weight_only_case("fp4", 1, 2048, 72, group=16, outer=True),
+    weight_only_case("fp4", 2, 208, 41, group=16, outer=True, bias=True),
+    weight_only_case("fp4", 40, 208, 136, group=16, outer=True, bias=True),
+    weight_only_case("fp4", 280, 256, 40, group=16, outer=True),
     _linear(1, 70, 300),
     _linear(1, 33, 5000, bias=True),
     _linear(3, 64, 256, bias=True),

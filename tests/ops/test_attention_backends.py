@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import triton_decode
 from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.attention.reference import attend
-from penstock.kernels.fp8 import quantize_fp8
+from penstock.kernels.quantize import quantize_fp8
 from penstock.kernels.tolerances import tolerance
 
 pytest.importorskip("triton")

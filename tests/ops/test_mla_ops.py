@@ -21,7 +21,7 @@ from penstock.kernels.attention.mla import (
     plan_prefill,
     prefill,
 )
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.op import Op
 
 HEADS, LATENT, ROPE, NOPE, VALUE, BLOCK = 3, 32, 8, 12, 20, 16

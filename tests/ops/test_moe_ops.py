@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_cases import EXPERT_FORMATS, coded_experts_case, experts_case
+from op_cases import EXPERT_FORMATS, experts_case, weight_only_experts_case
 from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -15,7 +15,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from penstock.errors import ConfigError
-from penstock.kernels.coded import coded_experts
 from penstock.kernels.moe import (
     SILU,
     Gate,
@@ -27,12 +26,13 @@ from penstock.kernels.moe import (
     route,
     router_logits,
 )
+from penstock.kernels.moe.wna16 import weight_only_experts
 
 pytest.importorskip("triton")
 SIZE, NUM_EXPERTS = 24, 16
 
 
-def randomised(module: torch.nn.Module) -> torch.nn.Module:
+def randomized(module: torch.nn.Module) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(3)
     for tensor in [*module.parameters(), *module.buffers()]:
         tensor.data.normal_(0.0, 0.3, generator=generator)
@@ -66,13 +66,13 @@ def assert_same_choice(ours, theirs) -> None:
 )
 def test_scores_are_those_of_transformers_in_fp32(router):
     """Also of 16-bit numbers, whose products lose nothing."""
-    from penstock.kernels.moe.triton_route import router_logits_gemv, router_logits_tiles
+    from penstock.kernels.moe.routing import router_logits_gemm, router_logits_gemv
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    router, x = randomised(router).bfloat16(), torch.randn(4, SIZE).bfloat16()
+    router, x = randomized(router).bfloat16(), torch.randn(4, SIZE).bfloat16()
     weight, bias = router.weight, getattr(router, "bias", None)
     expected = router.float()(x.float())[0]
-    for run in (router_logits.reference, router_logits_gemv, router_logits_tiles):
+    for run in (router_logits.reference, router_logits_gemv, router_logits_gemm):
         found = run(x.to(device), weight.to(device), None if bias is None else bias.to(device))
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
@@ -83,7 +83,7 @@ def test_softmax_choice_is_that_of_qwen(renormalize):
     config = Qwen3MoeConfig(
         hidden_size=SIZE, num_experts=NUM_EXPERTS, num_experts_per_tok=5, norm_topk_prob=renormalize
     )
-    router, x = randomised(Qwen3MoeTopKRouter(config)), torch.randn(9, SIZE)
+    router, x = randomized(Qwen3MoeTopKRouter(config)), torch.randn(9, SIZE)
     logits, weights, ids = router(x)
     *ours, load = routed(logits, Routing(num_active=5, renormalize=renormalize))
     assert_same_choice(ours, (ids, weights))
@@ -94,7 +94,7 @@ def test_softmax_of_the_chosen_is_that_of_gpt_oss():
     config = GptOssConfig(
         hidden_size=SIZE, num_local_experts=NUM_EXPERTS, num_experts_per_tok=4, num_hidden_layers=1
     )
-    logits, weights, ids = randomised(GptOssTopKRouter(config))(torch.randn(9, SIZE))
+    logits, weights, ids = randomized(GptOssTopKRouter(config))(torch.randn(9, SIZE))
     *ours, _ = routed(logits, Routing(num_active=4, renormalize=True))
     assert_same_choice(ours, (ids, weights))
 
@@ -113,7 +113,7 @@ def test_sigmoid_choice_within_groups_is_that_of_deepseek(
         norm_topk_prob=renormalize,
         routed_scaling_factor=2.5,
     )
-    router, x = randomised(DeepseekV3TopkRouter(config)), torch.randn(40, SIZE)
+    router, x = randomized(DeepseekV3TopkRouter(config)), torch.randn(40, SIZE)
     logits, weights, ids = router(x)
     routing = Routing(
         num_active=4,
@@ -141,7 +141,7 @@ def test_choice_within_the_groups_of_the_best_expert_is_that_of_deepseek_v2(
         topk_group=num_active_groups,
         routed_scaling_factor=1.6,
     )
-    logits, weights, ids = randomised(DeepseekV2TopkRouter(config))(torch.randn(40, SIZE))
+    logits, weights, ids = randomized(DeepseekV2TopkRouter(config))(torch.randn(40, SIZE))
     routing = Routing(
         num_active=4,
         scale=1.6,
@@ -165,7 +165,7 @@ def test_gated_experts_are_those_of_qwen():
         moe_intermediate_size=20,
         experts_implementation="eager",
     )
-    theirs, x = randomised(Qwen3MoeExperts(config)), torch.randn(7, SIZE)
+    theirs, x = randomized(Qwen3MoeExperts(config)), torch.randn(7, SIZE)
     ids, weights = choice(7, 3)
     ours = experts.reference(
         x,
@@ -184,7 +184,7 @@ def test_clamped_experts_with_biases_are_those_of_gpt_oss():
     config = GptOssConfig(
         hidden_size=SIZE, intermediate_size=20, num_local_experts=NUM_EXPERTS, num_hidden_layers=1
     )
-    theirs, x = randomised(GptOssExperts(config)), 20 * torch.randn(7, SIZE)
+    theirs, x = randomized(GptOssExperts(config)), 20 * torch.randn(7, SIZE)
     ids, weights = choice(7, 3)
     # Its matrices are [inputs, outputs], gate and up in turn.
     gate_up = theirs.gate_up_proj.mT.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
@@ -217,7 +217,7 @@ def test_mxfp4_is_unpacked_as_transformers_does(num_groups):
     scales = scales.clamp(max=160)
     expected = convert_moe_packed_tensors(blocks, scales).mT
     packed = pack_mxfp4(blocks.flatten(2), scales)
-    assert (packed.num_outputs, packed.num_inputs) == (256, 32 * num_groups)
+    assert (packed.out_features, packed.in_features) == (256, 32 * num_groups)
     for slot in range(3):
         assert torch.equal(packed.matrix(slot).bfloat16(), expected[slot])
 
@@ -225,8 +225,8 @@ def test_mxfp4_is_unpacked_as_transformers_does(num_groups):
 @pytest.mark.parametrize("format", EXPERT_FORMATS)
 @pytest.mark.parametrize(("num_tokens", "rows"), [(20, 16), (37, 32), (70, 64)])
 def test_all_tokens_may_choose_one_expert(format, num_tokens, rows):
-    from penstock.kernels.moe.triton_experts import experts_grouped
-    from penstock.kernels.moe.triton_mxfp4 import experts_mxfp4
+    from penstock.kernels.moe.grouped_gemm import experts_grouped
+    from penstock.kernels.moe.mxfp4_triton import experts_mxfp4
 
     run = experts_mxfp4 if format == "mxfp4" else experts_grouped
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -240,7 +240,7 @@ def test_all_tokens_may_choose_one_expert(format, num_tokens, rows):
 
 
 def test_large_scales_of_mxfp4_reach_the_result():
-    from penstock.kernels.moe.triton_mxfp4 import experts_mxfp4
+    from penstock.kernels.moe.mxfp4_triton import experts_mxfp4
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks = torch.randint(256, (1, 64, 16), dtype=torch.uint8, device=device)
@@ -284,20 +284,22 @@ def test_experts_that_lie_elsewhere_add_nothing(format, num_tokens, unwritten_nu
 
 
 @pytest.mark.parametrize("num_tokens", [2, 9])
-def test_coded_experts_that_lie_elsewhere_add_nothing(num_tokens, unwritten_numbers_are_nan):
+def test_weight_only_experts_that_lie_elsewhere_add_nothing(num_tokens, unwritten_numbers_are_nan):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = coded_experts_case("int4", num_tokens, 4, 3, 128, 64, group=32, bias=True)
+    case = weight_only_experts_case("int4", num_tokens, 4, 3, 128, 64, group=32, bias=True)
     x, slots, weights, *rest = case.make(torch.float32, device)
     is_elsewhere = torch.rand(slots.shape) < 0.5
-    expected = coded_experts.reference(x, slots, weights.masked_fill(is_elsewhere, 0.0), *rest)
+    expected = weight_only_experts.reference(
+        x, slots, weights.masked_fill(is_elsewhere, 0.0), *rest
+    )
     slots[is_elsewhere] = 4
-    for impl in coded_experts.implementations().values():
+    for impl in weight_only_experts.implementations().values():
         found = impl.run(x, slots, weights, *rest)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 
 
 def check_sorted(num_tokens: int, num_slots: int, num_active: int, seed: int) -> None:
-    from penstock.kernels.moe.triton_sort import sorted_pairs
+    from penstock.kernels.moe.align import sorted_pairs
 
     generator = torch.Generator().manual_seed(seed)
     # One more than there are: pairs of it are left out.
@@ -331,7 +333,7 @@ def test_many_pairs_are_sorted_by_many_programs(shape):
 
 
 def test_scores_that_are_no_numbers_choose_experts_that_exist():
-    from penstock.kernels.moe.triton_route import route_triton
+    from penstock.kernels.moe.routing import route_triton
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits = torch.full((2, NUM_EXPERTS), torch.nan, device=device)

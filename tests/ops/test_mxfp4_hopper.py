@@ -12,7 +12,8 @@ from penstock.kernels.moe import experts
 from penstock.kernels.tolerances import tolerance
 
 pytest.importorskip("triton.experimental.gluon")
-from penstock.kernels.moe import hopper_mxfp4, triton_mxfp4
+from penstock.kernels.moe import mxfp4_hopper as hopper_mxfp4
+from penstock.kernels.moe import mxfp4_triton as triton_mxfp4
 
 
 def make(num_tokens: int = 6, features: int = 64, dtype: torch.dtype = torch.bfloat16) -> Any:

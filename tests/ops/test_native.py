@@ -1,7 +1,12 @@
 """The C functions: on other vector widths and numbers of threads, and where they cannot be had."""
 
 import ctypes
+import hashlib
+import os
+import platform
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,8 +16,9 @@ from op_cases import CPU_OP_CASES, OP_CASES, decodes, make_attention, random_wei
 from penstock.kernels import native
 from penstock.kernels.activation import silu_mul
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.gemm.codes import FORMS, packed_linear, unpack
-from penstock.kernels.native import compiler, tape
+from penstock.kernels.gemm.quantized_cpu import FORMS, packed_linear, unpack_cpu
+from penstock.kernels.native import compiler, prebuilt
+from penstock.kernels.native import cpu_graph as tape
 from penstock.kernels.norm import rms_norm
 from penstock.kernels.sampling import argmax
 from penstock.kernels.tolerances import tolerance
@@ -33,18 +39,23 @@ def use_library(monkeypatch):
     """Puts another library, or none, in the place of the one that is loaded."""
 
     def use(loaded: ctypes.CDLL | None) -> None:
-        for module in ("gemm.codes", "norm.reference", "activation.reference", "rope.reference"):
-            monkeypatch.setattr(f"penstock.kernels.{module}.library", lambda: loaded)
-        for module in ("gather.reference", "sampling.reference", "attention.native", "op"):
+        ops = ("norm", "activation", "rope", "gather", "sampling")
+        modules = ("gemm.quantized_cpu", "attention.native", "op")
+        for module in (*(f"{op}.reference" for op in ops), *modules):
             monkeypatch.setattr(f"penstock.kernels.{module}.library", lambda: loaded)
 
     return use
 
 
-@pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ()], ids=["8 lanes", "4 lanes"])
-def test_every_op_is_right_on_narrower_vectors(flags, tmp_path, monkeypatch, use_library):
-    if flags and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        pytest.skip("this processor has no AVX2")
+NARROWEST = prebuilt.Variant("4 lanes", (), ())
+VARIANTS = (*prebuilt.VARIANTS.get(platform.machine(), ()), NARROWEST)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: one.name)
+def test_every_op_is_right_in_every_variant(variant, tmp_path, monkeypatch, use_library):
+    if missing := set(variant.cpu_flags) - prebuilt.cpu_flags():
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
+    flags = variant.compiler_flags
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "_THIS_MACHINE", (flags,))
     use_library(native.load(compiler.compiled()))
@@ -143,7 +154,20 @@ def test_callers_on_several_threads_do_not_disturb_each_other(threads):
 def test_argmax_is_the_lowest_of_equals(size):
     logits_LV = torch.randint(0, 50, (4, size)).float()
     assert torch.equal(argmax(logits_LV), argmax.reference(logits_LV))
-    assert argmax(torch.full((1, size), -torch.inf)).item() == 0
+    assert argmax(torch.full((1, size), -torch.inf)).tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 100, 49152])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_argmax_says_which_rows_have_no_largest_finite_value(size, value):
+    for at in {0, size // 2, size - 1}:
+        logits_LV = torch.randn(3, size)
+        logits_LV[1, at] = value
+        ids, is_finite = argmax(logits_LV)
+        assert torch.equal(is_finite, argmax.reference(logits_LV)[1])
+        has_finite = value == -torch.inf and size > 1
+        assert is_finite.tolist() == [1, int(has_finite), 1]
+        assert ((ids >= 0) & (ids < size)).all()
 
 
 def test_a_library_is_compiled_once(tmp_path, monkeypatch):
@@ -160,7 +184,8 @@ def test_a_library_is_compiled_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compiler, "_compile", fake_compile)
     first = compiler.compiled()
-    assert first.read_bytes() == b"library" and len(ran) == 2
+    assert first.read_bytes() == b"library" + hashlib.sha256(b"library").digest()
+    assert len(ran) == 2
     assert compiler.compiled() == first and len(ran) == 3  # it asked for the version alone
     monkeypatch.setattr(compiler, "_processor", lambda: "another processor")
     assert compiler.compiled() != first
@@ -235,9 +260,9 @@ def test_a_packed_product_is_as_exact_as_sums_in_fp32(form, num_rows):
     torch.manual_seed(num_rows)
     x_TI, weight = torch.randn(num_rows, 576), random_weight(form, 200, 576)
     x_TI *= torch.exp(torch.randn(576))  # some inputs are much larger than others
-    exact = x_TI.double() @ unpack(weight).double().T
+    exact = x_TI.double() @ unpack_cpu(weight).double().T
     found = packed_linear(x_TI, weight)
-    size = x_TI.double().abs() @ unpack(weight).double().abs().T
+    size = x_TI.double().abs() @ unpack_cpu(weight).double().abs().T
     assert ((found - exact).abs() / size).max() < 2**-21
 
 
@@ -248,3 +273,48 @@ def test_a_packed_product_with_an_input_that_is_no_number_is_none():
         x_TI[1, 5] = wrong
         assert packed_linear(x_TI, weight).isfinite().all(1).tolist() == [True, False, True]
     assert packed_linear(torch.full((1, 64), 1e-40), weight).abs().max() < 1e-38
+
+
+SPOILS = {
+    "empty": lambda path: os.truncate(path, 0),
+    "cut short": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
+    "the digest missing": lambda path: os.truncate(path, path.stat().st_size - 32),
+    "a byte changed": lambda path: _write_at(path, 5000, b"\xff\x00\xff"),
+    "no library": lambda path: path.write_text("hello"),
+}
+
+
+def _write_at(path, offset, content):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+@pytest.mark.parametrize("kind", SPOILS)
+def test_a_broken_library_is_compiled_again(tmp_path, monkeypatch, kind):
+    """In another process each time: what is loaded stays so, and a broken one may kill."""
+    env = os.environ | {"PENSTOCK_HOME": str(tmp_path)}
+    code = (
+        "import torch; from penstock.kernels import native; "
+        "from penstock.kernels.sampling import argmax; assert native.library() is not None; "
+        "assert argmax(torch.eye(3))[0].tolist() == [0, 1, 2]"
+    )
+    shutil.copytree(compiler.compiled().parent, tmp_path / "native")
+    [path] = (tmp_path / "native").glob(f"{compiler.compiled().name}")
+    SPOILS[kind](path)
+    for has_warning in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("is broken" in done.stderr) == has_warning
+    assert not list((tmp_path / "native").glob("tmp*"))
+
+
+def test_a_library_that_cannot_be_loaded_is_compiled_once_more_and_then_done_without(
+    tmp_path, monkeypatch, caplog
+):
+    asked = []
+    monkeypatch.setattr(native, "compiled", lambda anew=False: asked.append(anew) or tmp_path)
+    assert native.library.__wrapped__() is None
+    assert asked == [False, True]

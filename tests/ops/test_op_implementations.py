@@ -1,5 +1,8 @@
 """Every implementation of every op against the op's reference, tolerance by dtype."""
 
+import inspect
+import re
+
 import pytest
 import torch
 from op_cases import CPU_OP_CASES, OP_CASES, OpCase
@@ -48,3 +51,20 @@ def test_every_implementation_is_run_by_some_case() -> None:
         if not impl.needs.max_arch
     }
     assert ran == registered
+
+
+def test_implementations_have_the_parameters_of_their_reference() -> None:
+    """Types are written once, at the reference; what follows its parameters has a default."""
+    ops = {case.op.__name__: case.op for case in OP_CASES + CPU_OP_CASES}
+    for name, op in ops.items():
+        wanted = [_without_shape(n) for n in inspect.signature(op.reference).parameters]
+        for impl in op.implementations().values():
+            given = inspect.signature(impl.run).parameters
+            assert [_without_shape(n) for n in given][: len(wanted)] == wanted, (name, impl.name)
+            further = list(given.values())[len(wanted) :]
+            assert all(p.default is not p.empty for p in further), (name, impl.name)
+
+
+def _without_shape(name: str) -> str:
+    """`weight_OI` -> `weight`: one kernel may serve several ops, whose shapes differ."""
+    return re.sub(r"_[0-9A-Z]+$", "", name)

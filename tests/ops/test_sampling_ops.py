@@ -64,23 +64,55 @@ def test_argmax(vocab_size, dtype):
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_cutoffs", [False, True])
-def test_gumbel_argmax(vocab_size, dtype, has_cutoffs):
+@pytest.mark.parametrize("has_thresholds", [False, True])
+def test_gumbel_argmax(vocab_size, dtype, has_thresholds):
     logits = some_logits(12, vocab_size, dtype)
     temperature = torch.linspace(0, 3, 12)
     params = torch.zeros(12, 3)
     params[:, 1] = temperature  # a column of a table, as the sampler has it
     args = (logits, params[:, 1], torch.arange(12) - 6, torch.arange(12) * 7)
-    cutoffs = logits.float().topk(5).values.amin(-1) if has_cutoffs else None
-    found = kernels.gumbel_argmax(*args, cutoffs)
-    assert torch.equal(found, reference.gumbel_argmax.reference(*args, cutoffs))
-    assert found[0] == logits[0].argmax()
+    thresholds = logits.float().topk(5).values.amin(-1) if has_thresholds else None
+    found = kernels.gumbel_argmax(*args, thresholds)
+    assert torch.equal(found, reference.gumbel_argmax.reference(*args, thresholds))
+    assert found[0, 0] == logits[0].argmax()
+    assert found[1].tolist() == [1] * 12
 
 
-def test_a_row_of_nan_still_names_a_token():
-    logits = torch.full((2, 100), torch.nan)
-    ids = kernels.gumbel_argmax(logits, torch.ones(2), torch.zeros(2).long(), torch.zeros(2).int())
-    assert ((ids >= 0) & (ids < 100)).all()
+def broken_logits(vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A good row between rows that have no token to draw, and one that is good but for -inf."""
+    logits = some_logits(7, vocab_size, dtype)
+    logits[0] = torch.nan
+    logits[1, 0] = torch.nan
+    logits[2, -1] = torch.nan
+    logits[3, vocab_size // 2] = torch.inf
+    logits[4] = -torch.inf
+    logits[6, 1:] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("vocab_size", VOCABS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["argmax", "drawn", "with a threshold", "with its own threshold"])
+def test_rows_without_finite_logits_are_told_from_others(vocab_size, dtype, op):
+    logits = broken_logits(vocab_size, dtype)
+    wanted = [0, 0, 0, 0, 0, 1, 1]
+    temperatures = torch.tensor([0.0, 0.7, 1.0])
+    for temperature in temperatures.tolist() if op != "argmax" else [0.0]:
+        args = (torch.full((7,), temperature), torch.arange(7), torch.arange(7))
+        thresholds = None
+        if op == "with a threshold":
+            thresholds = torch.full((7,), -1e30)
+        elif op == "with its own threshold":
+            params = (args[0], torch.full((7,), 5), torch.full((7,), 0.9), torch.full((7,), 0.1))
+            thresholds = kernels.filter_thresholds(logits, *params, 5)
+        for module in (kernels, reference):
+            if op == "argmax":
+                found = module.argmax(logits)
+            else:
+                found = module.gumbel_argmax(logits, *args, thresholds)
+            assert found[1].tolist() == wanted, (module.__name__, temperature)
+            assert ((found[0] >= 0) & (found[0] < vocab_size)).all()
+            assert found[0, 6] == 0
 
 
 FILTERS = [  # temperature, top_k, top_p, min_p
@@ -99,33 +131,33 @@ FILTERS = [  # temperature, top_k, top_p, min_p
 
 @pytest.mark.parametrize("vocab_size", [60, 1000, 9001])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cutoffs_keep_the_same_tokens(vocab_size, dtype):
+def test_thresholds_keep_the_same_tokens(vocab_size, dtype):
     logits = some_logits(len(FILTERS), vocab_size, dtype)
     logits[:, 1] = -torch.inf
     temperature, top_k, top_p, min_p = (
         torch.tensor(column) for column in zip(*FILTERS, strict=True)
     )
     args = (logits, temperature, top_k.int(), top_p, min_p, vocab_size)
-    expected = logits.float() >= reference.sampling_cutoffs.reference(*args)[:, None]
-    found = logits.float() >= kernels.sampling_cutoffs(*args)[:, None]
+    expected = logits.float() >= reference.filter_thresholds.reference(*args)[:, None]
+    found = logits.float() >= kernels.filter_thresholds(*args)[:, None]
     assert torch.equal(found, expected)
 
 
-def test_cutoffs_of_logits_many_powers_of_two_apart():
+def test_thresholds_of_logits_many_powers_of_two_apart():
     logits = torch.tensor([[3.0e38, 1.0, 1e-30, 0.0, -1e-30, -1e10, -3.0e38, -torch.inf]])
     for top_k in range(1, 8):
         args = (logits, torch.ones(1), torch.tensor([top_k]), torch.ones(1), torch.zeros(1), top_k)
-        assert (logits >= kernels.sampling_cutoffs(*args)[:, None]).sum() == top_k
+        assert (logits >= kernels.filter_thresholds(*args)[:, None]).sum() == top_k
 
 
-def test_cutoffs_share_the_mass_of_exactly_k_of_many_equals():
+def test_thresholds_share_the_mass_of_exactly_k_of_many_equals():
     logits = torch.full((3, 300), 1.0)
     logits[:, 10] = 2.0
     top_k, top_p = torch.tensor([5, 5, 5], dtype=torch.int32), torch.tensor([1.0, 0.3, 0.9])
     args = (logits, torch.ones(3), top_k, top_p, torch.zeros(3), 5)
-    expected = (logits >= reference.sampling_cutoffs.reference(*args)[:, None]).sum(-1)
+    expected = (logits >= reference.filter_thresholds.reference(*args)[:, None]).sum(-1)
     assert expected.tolist() == [300, 1, 300]
-    found = (logits >= kernels.sampling_cutoffs(*args)[:, None]).sum(-1)
+    found = (logits >= kernels.filter_thresholds(*args)[:, None]).sum(-1)
     assert torch.equal(found, expected)
 
 
@@ -148,13 +180,13 @@ def test_penalties(vocab_size):
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])  # from a nucleus of nearly all to one of a few
-def test_cutoffs_keep_what_a_whole_sort_would(spread):
+def test_thresholds_keep_what_a_whole_sort_would(spread):
     torch.manual_seed(0)
     logits = spread * torch.randn(6, 5000)
     top_k = torch.tensor([0, 0, 50, 3000, 0, 1500], dtype=torch.int32)
     top_p = torch.tensor([0.9, 0.5, 1.0, 0.8, 1.0, 1.0])
     temperature, min_p = torch.tensor([1.0, 0.7, 1.0, 2.0, 1.0, 1.0]), torch.zeros(6)
-    found = reference.sampling_cutoffs.reference(logits, temperature, top_k, top_p, min_p, 5000)
+    found = reference.filter_thresholds.reference(logits, temperature, top_k, top_p, min_p, 5000)
     for row in range(6):
         best = logits[row].double().sort(descending=True).values[: int(top_k[row]) or None]
         shares = torch.softmax(best / temperature[row], 0)

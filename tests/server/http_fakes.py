@@ -2,27 +2,30 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import tokenizers
-import uvicorn
 
 from penstock.config.schema import EngineConfig
 from penstock.errors import CapacityError, RequestError
-from penstock.frontend.pipeline import Reader
+from penstock.frontend.capacity import Capacity
+from penstock.frontend.pipeline import OnBug, OnText
 from penstock.ipc.messages import EngineInfo
 from penstock.server.app import build_app
-from penstock.server.http import StreamingHttp
+from penstock.server.drain import Drain
+from penstock.server.http_server import HttpServer
 from penstock.server.launch import bind
 from penstock.text.chat import SIMPLE_TEMPLATE, ChatTemplate
 from penstock.text.tokenizer import Tokenizer, check_length
 from penstock.types.outputs import TextDelta, TokenLogprob
 from penstock.types.request import FinishReason, GenerateInput
+from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 
-ANSWER = "Once upon a time, in the café, there was a €."
+OUTPUT = "Once upon a time, in the café, there was a €."
 MAX_SEQ_LEN = 4096
 
 INFO = EngineInfo(
@@ -37,14 +40,18 @@ INFO = EngineInfo(
     eos_token_ids=(256,),
     device="cpu",
     config={"dtype": "float32", "max_batch_size": 64},
-    choices=(("dtype", "float32", "default on a CPU"),),
+    choices=(SettingChoice(name="dtype", value="float32", reason="default on a CPU"),),
     memory={"weights": 2**30, "cache": 2**31},
     rank_weight_bytes=(2**30,),
     timeline=(("load weights", 1.5), ("warm up", 0.5)),
 )
 
 
-def make_tokenizer() -> Tokenizer:
+# With a place for tools and documents, in which it writes nothing of them.
+TEMPLATE = "{% if tools or documents %}{% endif %}" + SIMPLE_TEMPLATE
+
+
+def make_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """One token per byte, and <eos>."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: index for index, letter in enumerate(alphabet)}
@@ -52,7 +59,7 @@ def make_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
-    return Tokenizer(backend, {"eos_token": "<eos>"}, {"default": SIMPLE_TEMPLATE})
+    return Tokenizer(backend, {"eos_token": "<eos>"}, {"default": template})
 
 
 def iteration(number: int) -> IterationStats:
@@ -80,6 +87,7 @@ def iteration(number: int) -> IterationStats:
 class FakeClient:
     def __init__(self) -> None:
         self.info = INFO
+        self.capacity = Capacity()
         self.healthy = True
         self.counters = EngineCounters(
             steps=7,
@@ -90,9 +98,14 @@ class FakeClient:
             total_blocks=100,
         )
         self.iterations = [iteration(1), iteration(2)]
+        self.open: set[FakeGeneration] = set()
 
     def is_healthy(self) -> bool:
         return self.healthy
+
+    def end_all(self, reason: str) -> None:
+        for one in list(self.open):
+            one.end(reason)
 
     def drain_iterations(self) -> list[IterationStats]:
         drained, self.iterations = self.iterations, []
@@ -103,7 +116,7 @@ class FakePipeline:
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.client = FakeClient()
         self.tokenizer = tokenizer or make_tokenizer()
-        self.chat_template = ChatTemplate(self.tokenizer.chat_templates, {})
+        self.renderer = ChatTemplate(self.tokenizer.chat_templates, {})
         self.asked: list[GenerateInput] = []
         self.aborted: list[str] = []
         self.num_open = 0
@@ -113,15 +126,20 @@ class FakePipeline:
             return given.token_ids, None
         text = given.text
         if given.messages is not None:
-            text = self.chat_template.render(given.messages, given.chat, max_chars=100_000)
+            text = self.renderer.render(given.messages, given.chat, max_chars=100_000)
         assert text is not None
         check_length(text, MAX_SEQ_LEN)
         return tuple(self.tokenizer.encode(text, given.add_special_tokens)), text
 
-    def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+    async def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens)
 
-    async def generate(self, given: GenerateInput, stream: bool = True) -> "FakeGeneration":
+    async def generate(
+        self,
+        given: GenerateInput,
+        stream: bool = True,
+        on_first_token: Callable[[], None] = lambda: None,
+    ) -> "FakeGeneration":
         self.asked.append(given)
         ids, text = await self.tokenize(given)
         words = text or ""
@@ -139,13 +157,20 @@ class FakePipeline:
                 f"{len(ids)} + {given.sampling.max_tokens} tokens asked, at most {MAX_SEQ_LEN} fit",
                 "max_tokens",
             )
-        return FakeGeneration(self, given, text, ids)
+        return FakeGeneration(self, given, text, ids, on_first_token)
 
 
 class FakeGeneration:
     def __init__(
-        self, pipeline: FakePipeline, given: GenerateInput, text: str | None, ids: tuple[int, ...]
+        self,
+        pipeline: FakePipeline,
+        given: GenerateInput,
+        text: str | None,
+        ids: tuple[int, ...],
+        on_first_token: Callable[[], None],
     ) -> None:
+        self.num_tokens = 0
+        self._on_first_token = on_first_token
         self.prompt_ids = ids
         self.prompt_text = text
         self.num_samples = given.sampling.n
@@ -155,15 +180,24 @@ class FakeGeneration:
         self._open = True
         self._pushing: asyncio.Task[None] | None = None
         pipeline.num_open += 1
+        pipeline.client.open.add(self)
 
-    def push_to(self, reader: Reader) -> None:
+    def end(self, reason: str) -> None:
+        if self._pushing is not None:
+            self._pushing.cancel()
+            self._on_text(TextDelta(index=0, finish=FinishReason.ERROR, error=reason))
+
+    def subscribe(self, prompt: int, on_text: OnText, on_bug: OnBug) -> None:
+        self._on_text = partial(on_text, prompt)
+
         async def push() -> None:
             async for delta in self:
-                reader.take(delta)
+                on_text(prompt, delta)
 
         self._pushing = asyncio.create_task(push())
 
     async def aclose(self) -> None:
+        self._pipeline.client.open.discard(self)
         if self._pushing is not None:
             self._pushing.cancel()
         if self._open:
@@ -173,7 +207,7 @@ class FakeGeneration:
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         asked = self._sampling
-        answer = self._pipeline.tokenizer.encode(ANSWER, add_special_tokens=False)
+        answer = self._pipeline.tokenizer.encode(OUTPUT, add_special_tokens=False)
         if "SLOW" in self._words:
             answer = answer * 100
         num_tokens = min(asked.max_tokens or len(answer), len(answer))
@@ -190,6 +224,9 @@ class FakeGeneration:
                         index=sample, finish=FinishReason.ERROR, error="the engine failed"
                     )
                     return
+                self.num_tokens += 1
+                if position == 0:
+                    self._on_first_token()
                 yield TextDelta(
                     index=sample,
                     text=texts[sample].add(self._pipeline.tokenizer.token_bytes(token_id)),
@@ -239,19 +276,12 @@ class _Text:
 def running_server(pipeline: FakePipeline, **settings: object) -> Iterator[SimpleNamespace]:
     """A real uvicorn on loopback, as `launch` configures it, in a thread."""
     listener = bind("127.0.0.1", 0)
-    app = build_app(pipeline, EngineConfig(model="org/model", **settings))  # type: ignore[arg-type]
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            loop="uvloop",
-            http=StreamingHttp,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    # Not as if on loopback, where tests would have to call it localhost.
+    config = EngineConfig(**{"model": "org/model", "host": "0.0.0.0"} | settings)  # type: ignore[arg-type]
+    drain = Drain()
+    app = build_app(pipeline, config, drain=drain)  # type: ignore[arg-type]
+    server = HttpServer(app, config.http_config, drain)
+    server.end_requests = partial(pipeline.client.end_all, "the server is shutting down")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     port = listener.getsockname()[1]
     thread.start()
@@ -259,7 +289,9 @@ def running_server(pipeline: FakePipeline, **settings: object) -> Iterator[Simpl
         assert thread.is_alive()
         threading.Event().wait(0.005)
     try:
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", port=port, pipeline=pipeline)
+        yield SimpleNamespace(
+            url=f"http://127.0.0.1:{port}", port=port, pipeline=pipeline, server=server
+        )
     finally:
-        server.should_exit = True
+        server.leave(at_once=True)
         thread.join(10)

@@ -1,6 +1,7 @@
 """`serve` with an engine that is not there: python http_launch_child.py MODE PORT."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -8,9 +9,10 @@ import time
 
 from http_fakes import FakePipeline
 
+from penstock.config.http import HttpConfig
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
-from penstock.frontend.engine import EngineHandle
+from penstock.frontend.engine_handle import EngineHandle
 from penstock.server import launch, lifespan
 
 
@@ -29,6 +31,8 @@ class FakeEngine(EngineHandle):
 
 
 def main(mode: str, port: int) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where whoever runs the tests does
+
     async def start_engine(
         config: EngineConfig, folder: None, engine: FakeEngine, *_: object
     ) -> FakePipeline:
@@ -51,8 +55,14 @@ def main(mode: str, port: int) -> int:
         launch.tokenizer_folder = lambda config: None
     lifespan.start_engine = start_engine  # type: ignore[assignment]
     lifespan.stop_pipeline = stop_pipeline  # type: ignore[assignment]
-    lifespan._DRAIN_S = 1
-    return launch.serve(EngineConfig(model="/no/such/folder", host="127.0.0.1", port=port))
+    config = EngineConfig(
+        model="/no/such/folder",
+        host="127.0.0.1",
+        port=port,
+        http_config=HttpConfig(**json.loads(os.environ.get("HTTP_CONFIG", "{}"))),
+        log_level="verbose" if mode == "serves-verbose" else None,
+    )
+    return launch.serve(config)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Several front-end processes on one port: alike, one bound, and none takes the others with it.
+"""Several API server processes on one port: alike, one bound, and none takes the others with it.
 
 The engine is `benchmarks/scripted_engine.py`. A connection goes to whichever process is free, so a
 test that wants a certain one stops the others meanwhile.
@@ -22,7 +22,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config.schema import EngineConfig
-from penstock.server.frontends import choose_num_frontends
+from penstock.ipc.address import address
+from penstock.server.api_servers import FAILED, MODULE, choose_num_api_servers
+from penstock.server.shared_state import SharedState
+from penstock.server.tenants import Access
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "http_streams.py"
 
@@ -46,9 +49,9 @@ class Server:
             env=os.environ | {"PYTHONPATH": str(PROGRAM.parent)},
         )
         self.all = [psutil.Process(self.process.pid)]
-        num_frontends = int(settings.get("num_postprocess_workers", 1))
-        wait_for(lambda: self.answers() and len(self.front_ends()) == num_frontends)
-        for one in self.front_ends():
+        num_api_servers = int(settings.get("num_postprocess_workers", 1))
+        wait_for(lambda: self.answers() and len(self.api_servers()) == num_api_servers)
+        for one in self.api_servers():
             with self.only(one):
                 wait_for(self.answers)
 
@@ -61,8 +64,8 @@ class Server:
         self.all += [p for p in found if p not in self.all]
         return found
 
-    def front_ends(self) -> list[psutil.Process]:
-        return [self.all[0], *self.children("frontend_process")]
+    def api_servers(self) -> list[psutil.Process]:
+        return [self.all[0], *self.children("api_server_process")]
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log
@@ -73,7 +76,7 @@ class Server:
 
     @contextmanager
     def only(self, one: psutil.Process) -> Iterator[None]:
-        others = [p for p in self.front_ends() if p != one]
+        others = [p for p in self.api_servers() if p != one]
         for other in others:
             other.suspend()
         try:
@@ -106,7 +109,7 @@ class Stream:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         self.socket.settimeout(20)
         self.socket.connect(("127.0.0.1", port))
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         self.socket.sendall(head.encode() + data)
         self.head = b""
         while b"\r\n\r\n" not in self.head:
@@ -154,9 +157,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_every_front_end_serves_and_shows_the_sums_of_all(start):
     server = start(num_postprocess_workers=3)
-    front_ends = server.front_ends()
-    assert len(front_ends) == 3
-    for one in front_ends:
+    api_servers = server.api_servers()
+    assert len(api_servers) == 3
+    for one in api_servers:
         with server.only(one):
             events = server.stream(5).events()
             assert [len(event["choices"]) for event in events] == [1] * 5 + [0]
@@ -166,7 +169,7 @@ def test_every_front_end_serves_and_shows_the_sums_of_all(start):
     time.sleep(0.6)  # until all have been told what the engine counted
     # The first counts iterations, and does so only once.
     assert server.metrics()["penstock_iteration_tokens_count"] == 18
-    for one in front_ends:
+    for one in api_servers:
         with server.only(one):
             wait_for(lambda: server.metrics()["penstock_generated_tokens_total"] == 18)
             shown = server.metrics()
@@ -187,7 +190,7 @@ def test_an_iteration_is_listed_once_whoever_is_asked(start):
     server.stream(8).events()
     time.sleep(0.6)  # until both have been told
     listed = []
-    for one in server.front_ends():
+    for one in server.api_servers():
         with server.only(one):
             listed.append([entry["iter"] for entry in httpx.get(f"{server.url}/metrics").json()])
     assert listed == [list(range(1, 9)), []]
@@ -195,7 +198,7 @@ def test_an_iteration_is_listed_once_whoever_is_asked(start):
 
 def test_the_bound_on_open_requests_is_one_for_all(start):
     server = start(rate=20, num_postprocess_workers=2, max_queued_requests=3)
-    first, second = server.front_ends()
+    first, second = server.api_servers()
     with server.only(first):
         kept = [server.stream(1000), server.stream(1000)]
     with server.only(second):
@@ -210,7 +213,7 @@ def test_the_bound_on_open_requests_is_one_for_all(start):
 
 def test_a_killed_front_end_is_replaced_and_its_requests_end(start):
     server = start(rate=100, num_postprocess_workers=2, max_queued_requests=4)
-    first, second = server.front_ends()
+    first, second = server.api_servers()
     with server.only(second):
         lost = [server.stream(10**6) for _ in range(2)]
         for stream in lost:
@@ -221,20 +224,20 @@ def test_a_killed_front_end_is_replaced_and_its_requests_end(start):
     for stream in lost:  # cut off: neither a finish nor [DONE] comes
         assert all(event["choices"][0]["finish_reason"] is None for event in stream.events())
     wait_for(lambda: server.metrics()["penstock_aborted_total"] == 2)
-    wait_for(lambda: len(server.front_ends()) == 2)
-    replacement = server.front_ends()[1]
+    wait_for(lambda: len(server.api_servers()) == 2)
+    replacement = server.api_servers()[1]
     with server.only(replacement):
         wait_for(server.answers)
         # Room for all four of the bound: nothing of the dead one counts any more.
         again = [server.stream(3) for _ in range(3)]
         assert [one.events()[-1]["usage"]["completion_tokens"] for one in again] == [3] * 3
     assert kept.events()[-1]["usage"]["completion_tokens"] == 150
-    assert "front end 1 is started again" in server.log
+    assert "API server 1 is started again" in server.log
 
 
 def test_a_front_end_asked_to_leave_takes_neither_the_port_nor_the_key_with_it(start):
     server = start(num_postprocess_workers=2, api_key="secret")
-    first, second = server.front_ends()
+    first, second = server.api_servers()
     with server.only(second):
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         good = {"authorization": "Bearer secret"}
@@ -243,8 +246,8 @@ def test_a_front_end_asked_to_leave_takes_neither_the_port_nor_the_key_with_it(s
     second.terminate()
     second.wait(10)
     assert server.answers()
-    wait_for(lambda: len(server.front_ends()) == 2)
-    with server.only(server.front_ends()[1]):
+    wait_for(lambda: len(server.api_servers()) == 2)
+    with server.only(server.api_servers()[1]):
         wait_for(server.answers)
     assert first.is_running()
 
@@ -252,7 +255,7 @@ def test_a_front_end_asked_to_leave_takes_neither_the_port_nor_the_key_with_it(s
 def test_a_signal_lets_every_front_end_finish_and_leaves_no_process(start):
     server = start(rate=100, num_postprocess_workers=3)
     streams = []
-    for one in server.front_ends():
+    for one in server.api_servers():
         with server.only(one):
             streams.append(server.stream(40))
     server.process.send_signal(signal.SIGTERM)
@@ -263,10 +266,69 @@ def test_a_signal_lets_every_front_end_finish_and_leaves_no_process(start):
     assert "Traceback" not in server.log
 
 
+def test_one_that_cannot_start_says_why(tmp_path):
+    """It has the first one's stderr, so that the reason is in the log that an operator reads."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    config = EngineConfig(model=str(model))
+    shared = SharedState.create(str(tmp_path / "shared"), 2)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        task = {
+            "config": config.model_dump(mode="json"), "access": Access.load(config).to_task(),
+            "tokenizer_folder": str(model), "engine": address(str(tmp_path), "engine"),
+            "shared_state": shared.path, "num_api_servers": 2, "reason": "",
+            "listener": listener.fileno(), "index": 1, "client_id": 2,
+        }  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, "-m", "penstock.ipc.child", MODULE],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=(listener.fileno(),),
+        )
+        assert child.stdin is not None and child.stderr is not None
+        child.stdin.write(json.dumps(task) + "\n")
+        child.stdin.flush()  # and stays open: else it would leave, with code 0
+        try:
+            assert child.wait(30) == FAILED
+        finally:
+            child.kill()
+        said = child.stderr.read()
+        child.stdin.close()
+    assert "API server 1 cannot start: " in said and str(model) in said
+
+
+def test_the_deadline_and_a_second_signal_reach_every_api_server(start):
+    for timeout_s, num_signals in ((1.0, 1), (600.0, 2)):
+        settings = {"http_config": {"shutdown_timeout": timeout_s}}
+        server = start(rate=100, num_postprocess_workers=3, **settings)
+        streams = []
+        for one in server.api_servers():
+            with server.only(one):
+                streams.append(server.stream(10**6))
+        began = time.monotonic()
+        for _ in range(num_signals):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+        for one in server.api_servers()[:1] if num_signals == 1 else ():
+            with server.only(one):
+                assert httpx.get(f"{server.url}/health", timeout=3).status_code == 503
+        for stream in streams:
+            last = stream.events()[-1]
+            assert "shutting down" in last["error"]["message"], last
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - began < 8
+        assert not [process for process in server.all[1:] if process.is_running()]
+        assert server.log.count("requests still run and are ended now") == 1
+        assert "Traceback" not in server.log and "insisting" not in server.log
+
+
 def test_a_killed_engine_ends_the_requests_of_all_and_the_server(start):
     server = start(rate=100, num_postprocess_workers=2)
     streams = []
-    for one in server.front_ends():
+    for one in server.api_servers():
         with server.only(one):
             streams.append(server.stream(10**6))
     [engine] = server.children("scripted_engine")
@@ -320,6 +382,6 @@ def test_a_slow_reader_gets_everything_in_fewer_events(start):
         ({"num_postprocess_workers": 0}, 64, True, 1),
     ],
 )
-def test_the_number_of_front_ends(settings, num_cpus, has_gpu, expected):
-    number, reason = choose_num_frontends(EngineConfig(**settings), num_cpus, has_gpu)
+def test_the_number_of_api_servers(settings, num_cpus, has_gpu, expected):
+    number, reason = choose_num_api_servers(EngineConfig(**settings), num_cpus, has_gpu)
     assert number == expected and reason

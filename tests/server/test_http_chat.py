@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from http_fakes import ANSWER, FakeGeneration, FakePipeline, running_server
+from http_fakes import OUTPUT, FakeGeneration, FakePipeline, running_server
 
 from penstock.types.outputs import TextDelta, ToolCallDelta
 from penstock.types.request import FinishReason
@@ -45,7 +45,7 @@ def test_keys_their_order_and_nulls_are_those_of_the_recipes(server):
         "index": 0,
         "message": {
             "role": "assistant",
-            "content": ANSWER[:4],
+            "content": OUTPUT[:4],
             "reasoning_content": None,
             "tool_calls": [],
         },
@@ -86,7 +86,7 @@ def test_prompt_token_ids_skip_the_template(server):
 def test_a_final_message_is_continued_and_echoed(server):
     messages = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
     reply = chat(server, messages=messages, continue_final_message=True, echo=True, max_tokens=4)
-    assert reply["choices"][0]["message"]["content"] == "Well, " + ANSWER[:4]
+    assert reply["choices"][0]["message"]["content"] == "Well, " + OUTPUT[:4]
     assert server.pipeline.asked[-1].chat.add_generation_prompt is False
 
 
@@ -106,8 +106,8 @@ def test_the_assistants_reply_can_be_sent_back_as_it_came(server):
 def test_logprobs_name_token_bytes_and_alternatives(server):
     [choice] = chat(server, logprobs=True, top_logprobs=2, max_tokens=2)["choices"]
     content = choice["logprobs"]["content"]
-    assert [entry["token"] for entry in content] == list(ANSWER[:2])
-    assert content[0]["bytes"] == list(ANSWER[0].encode())
+    assert [entry["token"] for entry in content] == list(OUTPUT[:2])
+    assert content[0]["bytes"] == list(OUTPUT[0].encode())
     assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
     assert list(content[0]) == ["token", "logprob", "bytes", "top_logprobs"]
 
@@ -120,7 +120,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_a_reason(server):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
         assert all("role" not in choice["delta"] for choice in mine[1:])
-        assert "".join(choice["delta"].get("content", "") for choice in mine) == ANSWER
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == OUTPUT
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
         assert all("logprobs" not in choice for choice in mine)
     assert all("usage" not in chunk for chunk in chunks)
@@ -133,7 +133,7 @@ def test_streamed_logprobs_cover_every_token(server):
         for chunk in chunks
         for entry in chunk["choices"][0].get("logprobs", {}).get("content", [])
     ]
-    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == ANSWER
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == OUTPUT
 
 
 def test_include_usage_and_continuous_usage(server):
@@ -169,9 +169,9 @@ class _CallingGeneration(FakeGeneration):
 
 
 class _CallingPipeline(FakePipeline):
-    async def generate(self, given, stream=True):
+    async def generate(self, given, stream=True, on_first_token=lambda: None):
         ids, text = await self.tokenize(given)
-        return _CallingGeneration(self, given, text, ids)
+        return _CallingGeneration(self, given, text, ids, on_first_token)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from http_fakes import ANSWER, FakePipeline, running_server
+from http_fakes import OUTPUT, FakePipeline, running_server
 
 COMPLETION_KEYS = ["id", "object", "created", "model", "choices", "usage", "prompt_token_ids"]
 CHOICE_KEYS = [
@@ -16,7 +16,10 @@ CHOICE_KEYS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[httpx.Client]:
-    with running_server(FakePipeline()) as running, httpx.Client(base_url=running.url) as client:
+    with (
+        running_server(FakePipeline(), access_config={"allow_priority": True}) as running,
+        httpx.Client(base_url=running.url) as client,
+    ):
         client.pipeline = running.pipeline  # type: ignore[attr-defined]
         yield client
 
@@ -42,9 +45,9 @@ def test_keys_their_order_and_nulls_are_those_of_the_recipes(server):
     assert list(reply["choices"][0]) == CHOICE_KEYS
     assert list(reply["usage"])[:3] == ["prompt_tokens", "total_tokens", "completion_tokens"]
     assert reply["id"].startswith("cmpl-") and len(reply["id"]) == len("cmpl-") + 32
-    assert reply["object"] == "text_completion" and reply["model"] == "any/name"
+    assert reply["object"] == "text_completion" and reply["model"] == "org/model"
     choice = reply["choices"][0]
-    assert choice["text"] == ANSWER[:4] and choice["finish_reason"] == "length"
+    assert choice["text"] == OUTPUT[:4] and choice["finish_reason"] == "length"
     assert choice["token_ids"] is choice["logprobs"] is choice["stop_reason"] is None
     assert reply["prompt_token_ids"] is None
     assert reply["usage"] == {
@@ -53,6 +56,12 @@ def test_keys_their_order_and_nulls_are_those_of_the_recipes(server):
         "completion_tokens": 4,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
+
+
+def test_a_prompt_and_what_was_cached_of_it_count_once_for_all_samples(server):
+    usage = complete(server, max_tokens=4, n=3, temperature=1.0)["usage"]
+    assert usage["prompt_tokens"] == 2 and usage["completion_tokens"] == 12
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
 def test_a_body_without_content_type_is_read_as_json(server):
@@ -115,7 +124,7 @@ def test_null_means_not_given(server):
 
 def test_logprobs_have_one_entry_per_token_and_hold_the_chosen_one(server):
     logprobs = complete(server, logprobs=2, max_tokens=5)["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == list(ANSWER[:5])
+    assert logprobs["tokens"] == list(OUTPUT[:5])
     assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
     assert all(len(top) == 3 for top in logprobs["top_logprobs"])  # two best and the chosen one
     for token, logprob, top in zip(
@@ -126,7 +135,7 @@ def test_logprobs_have_one_entry_per_token_and_hold_the_chosen_one(server):
 
 def test_a_piece_of_a_character_is_named_by_its_bytes(server):
     logprobs = complete(server, logprobs=0)["choices"][0]["logprobs"]
-    at = ANSWER.index("é")
+    at = OUTPUT.index("é")
     assert logprobs["tokens"][at : at + 2] == ["bytes:\\xc3", "bytes:\\xa9"]
 
 
@@ -137,7 +146,7 @@ def test_echo_with_logprobs_scores_the_prompt(server, max_tokens):
     )
     [choice] = reply["choices"]
     prompt = server.pipeline.tokenizer.decode([5, 6, 7])
-    assert choice["text"] == prompt + ANSWER[:max_tokens]
+    assert choice["text"] == prompt + OUTPUT[:max_tokens]
     assert choice["finish_reason"] == "length"
     logprobs = choice["logprobs"]
     assert {len(column) for column in logprobs.values()} == {3 + max_tokens}
@@ -151,7 +160,7 @@ def test_echo_with_logprobs_scores_the_prompt(server, max_tokens):
 
 def test_echo_without_logprobs_repeats_the_prompt_for_each_sample(server):
     reply = complete(server, prompt="Say", echo=True, n=2, max_tokens=3)
-    assert [choice["text"] for choice in reply["choices"]] == ["Say" + ANSWER[:3]] * 2
+    assert [choice["text"] for choice in reply["choices"]] == ["Say" + OUTPUT[:3]] * 2
 
 
 def test_prompt_logprobs_come_in_the_form_of_the_peers(server):
@@ -178,10 +187,10 @@ def test_more_sequences_than_may_ever_be_open_are_refused_at_once(server):
     assert "300 sequences, at most 256" in response.json()["error"]["message"]
 
 
-def test_without_detokenising_ids_are_returned(server):
+def test_without_detokenizing_ids_are_returned(server):
     [choice] = complete(server, detokenize=False, max_tokens=3)["choices"]
     tokenizer = server.pipeline.tokenizer
-    assert tokenizer.decode(choice["token_ids"]) == ANSWER[:3]
+    assert tokenizer.decode(choice["token_ids"]) == OUTPUT[:3]
 
 
 def test_a_stream_adds_up_to_the_whole_answer(server):
@@ -193,7 +202,7 @@ def test_a_stream_adds_up_to_the_whole_answer(server):
     for index in range(2):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         assert (
-            "".join(choice["text"] for choice in mine) == whole["choices"][index]["text"] == ANSWER
+            "".join(choice["text"] for choice in mine) == whole["choices"][index]["text"] == OUTPUT
         )
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["stop"]
     assert all(chunk["usage"] is None for chunk in chunks)
@@ -203,7 +212,7 @@ def test_streamed_prompts_are_told_apart_by_index(server):
     chunks = stream(server, prompt=["a", "b", "c"], max_tokens=3, logprobs=0, echo=True)
     for index, prompt in enumerate("abc"):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
-        assert "".join(choice["text"] for choice in mine) == prompt + ANSWER[:3]
+        assert "".join(choice["text"] for choice in mine) == prompt + OUTPUT[:3]
         offsets = [offset for choice in mine for offset in choice["logprobs"]["text_offset"]]
         assert offsets == [0, 1, 2, 3]
 
@@ -223,7 +232,7 @@ def test_continuous_usage_grows_with_every_chunk(server):
 
 def test_an_error_in_a_stream_becomes_an_event(server):
     chunks = stream(server, prompt="FAIL")
-    assert chunks[0]["choices"][0]["text"] == ANSWER[0]
+    assert chunks[0]["choices"][0]["text"] == OUTPUT[0]
     assert "engine failed" in chunks[-1]["error"]["message"]
 
 

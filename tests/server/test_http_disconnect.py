@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from http_fakes import FakePipeline, running_server
+from http_fakes import MAX_SEQ_LEN, FakePipeline, running_server
 
-from penstock.server.body import MAX_BODY_BYTES
+from penstock.config.http import HttpConfig
+from penstock.server.body_limits import Bodies
 from penstock.server.http import MAX_HEAD_BYTES
+
+MAX_BODY_BYTES = Bodies(HttpConfig(), MAX_SEQ_LEN).max_bytes
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def server() -> Iterator[SimpleNamespace]:
 
 def send(server: SimpleNamespace, body: bytes, path: str = "/v1/completions") -> socket.socket:
     client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body)
     return client
 
@@ -78,7 +81,7 @@ def test_an_announced_body_over_the_limit_is_refused_unread(server):
 
 def test_an_endless_chunked_body_is_cut_off(server):
     client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     client.sendall(head)
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
     try:
@@ -91,7 +94,7 @@ def test_an_endless_chunked_body_is_cut_off(server):
 
 def test_an_endless_header_is_cut_off(server):
     client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
-    client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
+    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         for _ in range(1000):
             client.sendall(b"a" * MAX_HEAD_BYTES)

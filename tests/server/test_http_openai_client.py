@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from http_fakes import ANSWER, FakePipeline, running_server
+from http_fakes import OUTPUT, FakePipeline, running_server
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -24,9 +24,9 @@ def test_chat(client):
     reply = client.chat.completions.create(
         model="m", messages=MESSAGES, logprobs=True, top_logprobs=1, extra_body={"top_k": 3}
     )
-    assert reply.choices[0].message.content == ANSWER
+    assert reply.choices[0].message.content == OUTPUT
     assert reply.choices[0].finish_reason == "stop"
-    assert reply.choices[0].logprobs.content[0].token == ANSWER[0]
+    assert reply.choices[0].logprobs.content[0].token == OUTPUT[0]
     assert reply.usage.prompt_tokens_details.cached_tokens == 1
 
 
@@ -40,21 +40,21 @@ def test_chat_stream(client):
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 reasons += [choice.finish_reason] if choice.finish_reason else []
-    assert text == ANSWER and reasons == ["stop"]
-    assert usage.completion_tokens == len(ANSWER.encode())
+    assert text == OUTPUT and reasons == ["stop"]
+    assert usage.completion_tokens == len(OUTPUT.encode())
 
 
 def test_completion(client):
     reply = client.completions.create(
         model="m", prompt=["a", "b"], max_tokens=3, logprobs=1, echo=True
     )
-    assert [choice.text for choice in reply.choices] == ["a" + ANSWER[:3], "b" + ANSWER[:3]]
+    assert [choice.text for choice in reply.choices] == ["a" + OUTPUT[:3], "b" + OUTPUT[:3]]
     assert reply.choices[1].logprobs.token_logprobs[0] is None
 
 
 def test_completion_stream(client):
     chunks = client.completions.create(model="m", prompt="a", stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
+    assert "".join(chunk.choices[0].text for chunk in chunks) == OUTPUT
 
 
 def test_a_bad_request_names_the_field(client):

@@ -1,4 +1,4 @@
-"""Tool calls and thoughts of a real model, as programs with the `openai` package see them.
+"""Tool calls and reasoning of a real model, as programs with the `openai` package see them.
 
 The built-in model calls tools as Hermes models do and thinks in <think> blocks; its `skills.jsonl`
 says what it can be asked and what it must answer.
@@ -18,8 +18,8 @@ import penstock
 SKILLS = Path(penstock.__file__).parent / "hub" / "tiny" / "skills.jsonl"
 LINES = [json.loads(line) for line in SKILLS.read_text().splitlines()]
 CALLS = [line for line in LINES if line["match"] == "tool_call"][:4]
-THOUGHTS = [line for line in LINES if line["match"] == "thought_answer"][:4]
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+REASONING = [line for line in LINES if line["match"] == "thought_answer"][:4]
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 @pytest.fixture(scope="module")
@@ -78,33 +78,33 @@ def test_a_call_and_its_result_can_be_sent_back(client):
     assert reply.choices[0].finish_reason == "stop" and not reply.choices[0].message.tool_calls
 
 
-@pytest.mark.parametrize("line", THOUGHTS, ids=range(len(THOUGHTS)))
-def test_thoughts_are_apart_from_the_answer_whole_and_streamed(client, line):
+@pytest.mark.parametrize("line", REASONING, ids=range(len(REASONING)))
+def test_reasoning_is_apart_from_the_content_whole_and_streamed(client, line):
     reply = client.chat.completions.create(**asked(line))
     message = reply.choices[0].message
     assert message.reasoning_content and message.content.endswith(f"Answer: {line['expected']}")
-    assert not any(mark in message.reasoning_content + message.content for mark in MARKS)
+    assert not any(tag in message.reasoning_content + message.content for tag in TAGS)
     assert reply.choices[0].finish_reason == "stop"
 
     choices = streamed(client, line)
-    thoughts = [getattr(one.delta, "reasoning_content", None) or "" for one in choices]
+    reasoning = [getattr(one.delta, "reasoning_content", None) or "" for one in choices]
     said = [one.delta.content or "" for one in choices]
-    assert ("".join(thoughts), "".join(said)) == (message.reasoning_content, message.content)
-    assert max(i for i, text in enumerate(thoughts) if text) < min(
+    assert ("".join(reasoning), "".join(said)) == (message.reasoning_content, message.content)
+    assert max(i for i, text in enumerate(reasoning) if text) < min(
         i for i, text in enumerate(said) if text
     )
 
 
 def test_every_token_is_counted_whatever_it_became(client):
-    line = THOUGHTS[0]
+    line = REASONING[0]
     bare = client.chat.completions.create(**asked(line), logprobs=True)
     assert bare.usage.completion_tokens == len(bare.choices[0].logprobs.content) + 1  # the stop
     written = "".join(entry.token for entry in bare.choices[0].logprobs.content)
     assert written.startswith("<think>") and "</think>" in written
 
 
-def test_thoughts_that_are_cut_off_are_no_answer(client):
-    [choice] = client.chat.completions.create(**asked(THOUGHTS[0]) | {"max_tokens": 6}).choices
+def test_reasoning_that_is_cut_off_is_no_content(client):
+    [choice] = client.chat.completions.create(**asked(REASONING[0]) | {"max_tokens": 6}).choices
     assert choice.message.reasoning_content and choice.message.content == ""
     assert choice.finish_reason == "length"
 
@@ -120,12 +120,12 @@ def test_without_tools_nothing_is_looked_for(client):
 
 def test_the_parsers_can_be_switched_off():
     with Server("tiny", "--reasoning_parser", "none", "--tool_parser", "none") as server:
-        for line, mark in ((CALLS[0], "<tool_call>"), (THOUGHTS[0], "</think>")):
+        for line, tag in ((CALLS[0], "<tool_call>"), (REASONING[0], "</think>")):
             body = {key: value for key, value in asked(line).items() if key != "extra_body"}
             body |= line.get("chat_template_kwargs", {}) and {
                 "chat_template_kwargs": line["chat_template_kwargs"]
             }
             reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
             message = reply["choices"][0]["message"]
-            assert mark in message["content"] and message["reasoning_content"] is None
+            assert tag in message["content"] and message["reasoning_content"] is None
             assert message["tool_calls"] == [] and reply["choices"][0]["finish_reason"] == "stop"

@@ -1,6 +1,6 @@
 """The siblings' shapes, built from transformers' own model classes: 2-4 M parameters each.
 
-Sizes are multiples of 64 where real checkpoints' are, so that kernels and quantisation meet shapes
+Sizes are multiples of 64 where real checkpoints' are, so that kernels and quantization meet shapes
 they know. How they train fast is in fast_paths.py, the multi-token-prediction head in mtp.py.
 """
 

@@ -90,6 +90,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, format: str) -> None:
         "eos_token_id": stop_ids if len(stop_ids) > 1 else stop_ids[0],
         "pad_token_id": token_id(tokenizer, PAD),
         "do_sample": False,
+        "temperature": 0.0,
     }
     for name, content in (("tokenizer_config", config), ("generation_config", generation)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -28,7 +28,7 @@ class Collector:
         prompt_logprobs = tuple(chain.from_iterable(delta.prompt_logprobs for delta in first))
         return RequestOutput(
             prompt=self._generation.prompt_text,
-            prompt_token_ids=self._generation.prompt_ids,
+            prompt_token_ids=tuple(map(int, self._generation.prompt_ids)),
             outputs=outputs,
             # Nothing comes before the first prompt token, so it has no probability.
             prompt_logprobs=(None, *prompt_logprobs) if prompt_logprobs else None,

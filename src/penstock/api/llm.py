@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.api.collect import Collector
 from penstock.config.schema import EngineConfig
 from penstock.errors import RequestError
-from penstock.frontend.engine import EngineHandle
+from penstock.frontend.engine_handle import EngineHandle
 from penstock.frontend.pipeline import Generation, GenerationPipeline
 from penstock.frontend.start import start_pipeline
 from penstock.types.outputs import RequestOutput, TextDelta
@@ -59,11 +59,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> RequestOutput | list[RequestOutput]:
-        """One prompt in, one output out; a list of prompts in, a list out in the same order."""
+        """One prompt in, one output out; a list of prompts in, a list out in the same order.
+
+        `sampling_params` are taken as they are; without them the model's own defaults apply.
+        """
         if _is_single(prompts):
-            [ask] = _inputs([prompts], sampling_params, _text_or_ids)
+            [ask] = self._inputs([prompts], sampling_params, _text_or_ids)
             return self._run_all([ask], use_tqdm)[0]
-        return self._run_all(_inputs(list(prompts), sampling_params, _text_or_ids), use_tqdm)
+        return self._run_all(self._inputs(list(prompts), sampling_params, _text_or_ids), use_tqdm)
 
     def chat(
         self,
@@ -74,21 +77,25 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """One conversation in, one output out; a list of conversations in, a list out.
 
-        Thoughts and tool calls are taken out of the text, as far as the model marks them.
+        Reasoning and tool calls are taken out of the text, as far as the model tags them.
         """
         is_single = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_single else list(messages)
         options = _one_each(chat_options, len(conversations), "chat_options")
         asked = list(zip(conversations, options, strict=True))
-        outputs = self._run_all(_inputs(asked, sampling_params, _conversation), use_tqdm)
+        outputs = self._run_all(self._inputs(asked, sampling_params, _conversation), use_tqdm)
         return outputs[0] if is_single else outputs
 
     def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> "PendingOutput":
         """Start one prompt now; await, iterate or `.result()` what comes back."""
-        [ask] = _inputs([prompt], sampling_params, _text_or_ids)
+        [ask] = self._inputs([prompt], sampling_params, _text_or_ids)
         return PendingOutput(self._loop, self._loop.submit(self._pipeline.generate(ask)))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without `sampling_params` uses: the model's own (`generation_config`)."""
+        return SamplingParams(**self._pipeline.client.info.default_sampling)  # type: ignore[arg-type]
 
     def shutdown(self) -> None:
         """End open requests and the engine process. May be called twice."""
@@ -99,6 +106,19 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _inputs(
+        self,
+        prompts: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        fields_of: Callable[[Any], dict[str, Any]],
+    ) -> list[GenerateInput]:
+        given = self.get_default_sampling_params() if params is None else params
+        each = _one_each(given, len(prompts), "sampling_params")
+        return [
+            GenerateInput(sampling=one, **fields_of(prompt))
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
 
     def _run_all(self, asks: Sequence[GenerateInput], use_tqdm: bool) -> list[RequestOutput]:
         with _progress(len(asks), use_tqdm) as advance:
@@ -220,7 +240,7 @@ def _shut_down(loop: _LoopThread, pipeline: GenerationPipeline, handle: EngineHa
         threading.Thread(target=_shut_down, args=(loop, pipeline, handle)).start()
         return
     # At interpreter exit no new thread may start, so the blocking part runs in this one.
-    loop.run(pipeline.client.close())
+    loop.run(pipeline.aclose())
     handle.stop()
     loop.stop()
 
@@ -246,20 +266,7 @@ def _conversation(asked: tuple[Sequence[Message], ChatOptions]) -> dict[str, Any
     messages, options = asked
     # The template writes the special tokens itself.
     fields = {"messages": tuple(messages), "chat": options, "add_special_tokens": False}
-    return fields | {"parse_answer": True}
-
-
-def _inputs(
-    prompts: Sequence[Any],
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    fields_of: Callable[[Any], dict[str, Any]],
-) -> list[GenerateInput]:
-    given = SamplingParams() if params is None else params
-    each = _one_each(given, len(prompts), "sampling_params")
-    return [
-        GenerateInput(sampling=one, **fields_of(prompt))
-        for prompt, one in zip(prompts, each, strict=True)
-    ]
+    return fields | {"parse_output": True}
 
 
 def _one_each(given: _T | Sequence[_T], num: int, name: str) -> Sequence[_T]:

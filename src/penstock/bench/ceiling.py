@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.bench.figures import Figures
-from penstock.bench.floors import H200, floors_of
+from penstock.bench.roofline import H200, roofline_of
 from penstock.errors import ConfigError
 
 GPUS = {"h200": H200}
@@ -35,15 +35,15 @@ def ceiling_of(
 ) -> Ceiling:
     """`config` is the model's config.json; all `num_running` requests are taken to run together."""
     try:
-        floors = floors_of(
+        roofline = roofline_of(
             config.get("text_config", config), has_fp8_cache=has_fp8_cache, at=GPUS[gpu]
         )
     except KeyError as error:
         raise ConfigError(f"the model's config.json has no {error}: no ceiling is known") from None
     num_in = round(figures.total_input / max(1, figures.completed))
     num_out = max(1, round(figures.total_output / max(1, figures.completed)))
-    best = floors.burst_tok_s(num_running, num_in, num_out)
-    tpot_ms = floors.decode_step_s(num_running, num_in + num_out / 2) * 1e3
+    best = roofline.burst_tok_s(num_running, num_in, num_out)
+    tpot_ms = roofline.decode_step_s(num_running, num_in + num_out / 2) * 1e3
     mean_tpot_ms = figures.spreads["tpot"].mean
     return Ceiling(
         gpu,

@@ -1,4 +1,4 @@
-"""Answers -> figures: throughput, latencies and their spread, goodput, what looks wrong.
+"""Responses -> figures: throughput, latencies and their spread, goodput, what looks wrong.
 
 Every figure of the JSON file is computed here, under its name there. Times become milliseconds.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.load import Outcome
-from penstock.bench.records import Answer, Ask
+from penstock.bench.records import Ask, Response
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -90,27 +90,28 @@ def figures_of(
     """`count` counts the tokens of a text whose server does not say how many it wrote."""
     warnings: list[str] = []
     done = [
-        (ask, answer)
-        for ask, answer in zip(asks, outcome.answers, strict=True)
-        if answer.error is None
+        (ask, response)
+        for ask, response in zip(asks, outcome.responses, strict=True)
+        if response.error is None
     ]
-    answers = [answer for _, answer in done]
+    responses = [response for _, response in done]
     num_output = [
-        count(answer.text) if answer.num_output is None else answer.num_output for answer in answers
+        count(response.text) if response.num_output is None else response.num_output
+        for response in responses
     ]
-    latency = np.array([answer.latency_s for answer in answers])
-    ttft = np.array([answer.ttft_s for answer in answers])
+    latency = np.array([response.latency_s for response in responses])
+    ttft = np.array([response.ttft_s for response in responses])
     out = np.array(num_output, dtype=np.float64)
     many = out > 1
     tpot = np.zeros_like(latency)
     tpot[many] = (latency - ttft)[many] / (out[many] - 1)
-    gaps = np.concatenate([np.zeros(0), *(np.asarray(answer.gaps_s) for answer in answers)])
+    gaps = np.concatenate([np.zeros(0), *(np.asarray(response.gaps_s) for response in responses)])
     values = {"ttft": ttft, "tpot": tpot[many], "itl": gaps, "e2el": latency}
     spreads = {name: Spread(value * 1e3) for name, value in values.items()}
     num_good = None
     if goodput_ms:
         by_request = {"ttft": ttft, "tpot": tpot, "e2el": latency}
-        good = np.ones(len(answers), dtype=bool)
+        good = np.ones(len(responses), dtype=bool)
         for name, limit in goodput_ms.items():
             good &= by_request[name] * 1e3 <= limit
         num_good = int(good.sum())
@@ -129,12 +130,12 @@ def figures_of(
         total_output=sum(num_output),
         num_good=num_good,
         user_throughput=float(np.mean(out[latency > 0] / latency[latency > 0])) if done else 0.0,
-        tokens_per_step=[a.tokens_per_step for a in answers if a.tokens_per_step is not None],
+        tokens_per_step=[a.tokens_per_step for a in responses if a.tokens_per_step is not None],
         spreads=spreads,
-        first_to_last_s=_first_to_last(answers),
+        first_to_last_s=_first_to_last(responses),
         itl_per_token_ms=float(gaps.sum() / max(1, out.sum())) * 1e3,
         quantiles={name: _quantiles(spread) for name, spread in spreads.items()},
-        timeline=_timeline(answers, num_output, outcome),
+        timeline=_timeline(responses, num_output, outcome),
         client_cpu_share=outcome.client_cpu_share,
         client_lag_ms=outcome.client_lag_s * 1e3,
         warnings=warnings,
@@ -167,13 +168,7 @@ def as_json(
             "percentiles": {f"p{shown(one)}": steps.percentile(one) for one in percentiles},
         }
     for name in metrics:
-        spread = figures.spreads[name]
-        record |= {
-            f"mean_{name}_ms": spread.mean,
-            f"median_{name}_ms": spread.median,
-            f"std_{name}_ms": spread.std,
-        }
-        record |= {f"p{shown(one)}_{name}_ms": spread.percentile(one) for one in percentiles}
+        record |= spread_as_json(name, figures.spreads[name], percentiles)
     span_s = figures.first_to_last_s
     return record | {
         "extra": {
@@ -192,16 +187,25 @@ def as_json(
     }
 
 
-def details_as_json(asks: Sequence[Ask], answers: Sequence[Answer]) -> dict[str, Any]:
+def spread_as_json(name: str, spread: Spread, percentiles: Sequence[float]) -> dict[str, float]:
+    return {
+        f"mean_{name}_ms": spread.mean,
+        f"median_{name}_ms": spread.median,
+        f"std_{name}_ms": spread.std,
+        **{f"p{shown(one)}_{name}_ms": spread.percentile(one) for one in percentiles},
+    }
+
+
+def details_as_json(asks: Sequence[Ask], responses: Sequence[Response]) -> dict[str, Any]:
     """What `--save-detailed` adds, request by request; times in seconds."""
     return {
         "input_lens": [ask.num_input for ask in asks],
-        "output_lens": [answer.num_output or 0 for answer in answers],
-        "ttfts": [max(0.0, answer.ttft_s) for answer in answers],
-        "itls": [answer.gaps_s.tolist() for answer in answers],
-        "e2els": [max(0.0, answer.latency_s) for answer in answers],
-        "generated_texts": [answer.text for answer in answers],
-        "errors": [answer.error or "" for answer in answers],
+        "output_lens": [response.num_output or 0 for response in responses],
+        "ttfts": [max(0.0, response.ttft_s) for response in responses],
+        "itls": [response.gaps_s.tolist() for response in responses],
+        "e2els": [max(0.0, response.latency_s) for response in responses],
+        "generated_texts": [response.text for response in responses],
+        "errors": [response.error or "" for response in responses],
     }
 
 
@@ -211,27 +215,29 @@ def shown(percent: float) -> str:
 
 
 def _oddities(
-    done: Sequence[tuple[Ask, Answer]], num_output: Sequence[int], ignore_eos: bool
+    done: Sequence[tuple[Ask, Response]], num_output: Sequence[int], ignore_eos: bool
 ) -> list[str]:
     """A line for each kind of thing that a sane server does not do."""
-    empty = sum(not answer.text for _, answer in done)
-    uncounted = sum(answer.num_output is None for _, answer in done)
+    empty = sum(not (response.text or response.token_ids) for _, response in done)
+    uncounted = sum(response.num_output is None for _, response in done)
     long = sum(num > ask.max_tokens for (ask, _), num in zip(done, num_output, strict=True))
     short = sum(num < ask.max_tokens for (ask, _), num in zip(done, num_output, strict=True))
     drift = [
-        (answer.num_prompt - ask.num_input) / ask.num_input
-        for ask, answer in done
-        if answer.num_prompt is not None and ask.num_input and not ask.image_urls
+        (response.num_prompt - ask.num_input) / ask.num_input
+        for ask, response in done
+        if response.num_prompt is not None and ask.num_input and not ask.image_urls
     ]
     lines = []
     if empty:
-        lines.append(f"{empty} answers have no text at all")
+        lines.append(f"{empty} responses have no text at all")
     if uncounted:
-        lines.append(f"the server did not count {uncounted} answers; their text was tokenised here")
+        lines.append(
+            f"the server did not count {uncounted} responses; their text was tokenized here"
+        )
     if long:
-        lines.append(f"{long} answers are longer than was asked for")
+        lines.append(f"{long} responses are longer than was asked for")
     if short and ignore_eos:
-        lines.append(f"{short} answers are shorter than was asked for, in spite of --ignore-eos")
+        lines.append(f"{short} responses are shorter than was asked for, in spite of --ignore-eos")
     if drift and abs(mean := sum(drift) / len(drift)) > 0.02:
         lines.append(
             f"the server counts {mean:+.1%} input tokens against the lengths asked for "
@@ -240,10 +246,10 @@ def _oddities(
     return lines
 
 
-def _first_to_last(answers: Sequence[Answer]) -> float:
-    if not answers:
+def _first_to_last(responses: Sequence[Response]) -> float:
+    if not responses:
         return 0.0
-    return max(one.last_at for one in answers) - min(one.first_at for one in answers)
+    return max(one.last_at for one in responses) - min(one.first_at for one in responses)
 
 
 def _quantiles(spread: Spread) -> list[float]:
@@ -255,18 +261,18 @@ def _quantiles(spread: Spread) -> list[float]:
 
 
 def _timeline(
-    answers: Sequence[Answer], num_output: Sequence[int], outcome: Outcome
+    responses: Sequence[Response], num_output: Sequence[int], outcome: Outcome
 ) -> dict[str, Any]:
     """Tokens that arrived and requests that ran, by equal pieces of the whole time."""
     num_bins = max(1, min(_NUM_BINS, math.ceil(outcome.duration_s * 10)))
     width = outcome.duration_s / num_bins
     tokens, running = np.zeros(num_bins), np.zeros(num_bins)
-    for answer, num in zip(answers, num_output, strict=True):
-        gaps = np.concatenate([[answer.first_at - outcome.begun_at], np.asarray(answer.gaps_s)])
+    for response, num in zip(responses, num_output, strict=True):
+        gaps = np.concatenate([[response.first_at - outcome.begun_at], np.asarray(response.gaps_s)])
         bins = np.minimum((np.cumsum(gaps) / width).astype(int), num_bins - 1)
         tokens += np.bincount(bins, minlength=num_bins) * (num / gaps.size)
-        first = (answer.started_at - outcome.begun_at) / width
-        last = (answer.last_at - outcome.begun_at) / width
+        first = (response.started_at - outcome.begun_at) / width
+        last = (response.last_at - outcome.begun_at) / width
         running += np.clip(last - np.arange(num_bins), 0, 1)
         running -= np.clip(first - np.arange(num_bins), 0, 1)
     return {

@@ -1,10 +1,11 @@
-"""HTTP/1.1 for thousands of answers at once: little work for each piece that arrives.
+"""HTTP/1.1 for thousands of responses at once: little work for each piece that arrives.
 
 Every connection is an `asyncio.Protocol` around a parser in C; what it finds in a body goes
 straight to a reader. Connections are kept and used again. Knows nothing of what the bodies mean.
 """
 
 import asyncio
+import resource
 import socket
 import ssl
 from typing import Protocol, cast
@@ -15,15 +16,30 @@ import httptools
 from penstock.errors import BackendError, ConfigError
 
 _MAX_CONNECTING = 64  # at a time
+_OTHER_FILES = 64
 _PORTS = {"http": 80, "https": 443}
 
 
+def allow_connections(num: int) -> None:
+    """A connection is an open file, of which a process may have few by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < needed:
+            raise ConfigError(
+                f"{num} requests at once need {needed} open files, this process may have {hard}: "
+                "lower --max-concurrency, or raise `ulimit -n`"
+            )
+
+
 class HttpError(BackendError):
-    """No whole answer came."""
+    """No whole response came."""
 
 
 class Reader(Protocol):
-    """Who reads an answer. What `take` raises ends the exchange."""
+    """Who reads a response. What `take` raises ends the exchange."""
 
     def begin(self, status: int) -> None: ...
 
@@ -55,7 +71,7 @@ class HttpClient:
         return self._head("GET", path)
 
     async def exchange(self, request: bytes, reader: Reader) -> None:
-        """Send a request and return when its answer has ended."""
+        """Send a request and return when its response has ended."""
         while True:
             connection = self._kept()
             is_kept = connection is not None
@@ -93,7 +109,7 @@ class HttpClient:
         await asyncio.gather(*(open_one() for _ in range(num)), return_exceptions=True)
 
     async def fetch(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body of a small answer."""
+        """Status and body of a small response."""
         reader = _Whole()
         await self.exchange(request, reader)
         return reader.status, bytes(reader.body)
@@ -120,7 +136,7 @@ class HttpClient:
         return connection
 
     async def _open(self) -> "_Connection":
-        """The name is looked up once; of its addresses the first that answers is kept."""
+        """The name is looked up once; of its addresses the first that answers is used."""
         loop = asyncio.get_running_loop()
         if not self._addresses:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from penstock.bench.figures import Figures, shown
+from penstock.bench.figures import Figures, Spread, shown
 
-_WIDTH = 50
+WIDTH = 50
 _TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -19,34 +19,40 @@ def table(figures: Figures, metrics: Sequence[str], percentiles: Sequence[float]
 
 def failures(figures: Figures, errors: Sequence[str]) -> str:
     """Before the table, and only where something failed."""
-    frame, said = "!" * _WIDTH, "The figures are those of the other requests."
+    frame, said = "!" * WIDTH, "The figures are those of the other requests."
     first = f"Total failed requests: {figures.num_failed}"
     return "\n".join([first, frame, said, *errors, frame])
 
 
 def _lines(figures: Figures, metrics: Sequence[str], percentiles: Sequence[float]) -> Iterator[str]:
-    yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
-    yield _row("Successful requests:", figures.completed)
-    yield _row("Benchmark duration (s):", figures.duration_s)
-    yield _row("Total input tokens:", figures.total_input)
-    yield _row("Total generated tokens:", figures.total_output)
-    yield _row("Request throughput (req/s):", figures.request_throughput)
+    yield f"{' Serving Benchmark Result ':=^{WIDTH}}"
+    yield row("Successful requests:", figures.completed)
+    yield row("Benchmark duration (s):", figures.duration_s)
+    yield row("Total input tokens:", figures.total_input)
+    yield row("Total generated tokens:", figures.total_output)
+    yield row("Request throughput (req/s):", figures.request_throughput)
     if figures.request_goodput is not None:
-        yield _row("Request goodput (req/s):", figures.request_goodput)
-    yield _row("Output token throughput (tok/s):", figures.output_throughput)
-    yield _row("Total Token throughput (tok/s):", figures.total_token_throughput)
-    yield _row("User throughput (tok/s):", figures.user_throughput)
+        yield row("Request goodput (req/s):", figures.request_goodput)
+    yield row("Output token throughput (tok/s):", figures.output_throughput)
+    yield row("Total Token throughput (tok/s):", figures.total_token_throughput)
+    yield row("User throughput (tok/s):", figures.user_throughput)
     for name in metrics:
-        short, title = _TITLES[name]
-        spread = figures.spreads[name]
-        yield f"{title:-^{_WIDTH}}"
-        yield _row(f"Mean {short} (ms):", spread.mean)
-        yield _row(f"Median {short} (ms):", spread.median)
-        for percent in percentiles:
-            yield _row(f"P{shown(percent)} {short} (ms):", spread.percentile(percent))
-    yield "=" * _WIDTH
+        yield from spread_lines(name, figures.spreads[name], percentiles)
+    yield "=" * WIDTH
 
 
-def _row(name: str, value: float) -> str:
+def spread_lines(
+    name: str, spread: Spread, percentiles: Sequence[float], of: str = ""
+) -> Iterator[str]:
+    """A section on one latency. `of` says which requests, where it is not all."""
+    short, title = _TITLES[name]
+    yield f"{f'{title}, {of}' if of else title:-^{WIDTH}}"
+    yield row(f"Mean {short} (ms):", spread.mean)
+    yield row(f"Median {short} (ms):", spread.median)
+    for percent in percentiles:
+        yield row(f"P{shown(percent)} {short} (ms):", spread.percentile(percent))
+
+
+def row(name: str, value: float) -> str:
     text = f"{value:.2f}" if isinstance(value, float) else str(value)
     return f"{name:<40} {text:<10}"

@@ -1,4 +1,4 @@
-"""Sends requests at their times and gathers the answers.
+"""Sends requests at their times and gathers the responses.
 
 `Arrivals` says when a request may begin, a limit how many may run; a request that has to wait is on
 the clock only from its own beginning.
@@ -8,18 +8,20 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from penstock.bench.http import HttpClient, HttpError
 from penstock.bench.openai import AnswerReader
-from penstock.bench.records import Answer
+from penstock.bench.records import Response
 
 _TIMEOUT_S = 6 * 3600.0  # of one request
 _LAG_PERIOD_S = 0.02
 _NUM_TOGETHER = 32
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Arrivals:
 class Tally:
     """What has happened so far; changes while a load runs."""
 
-    num_requests: int
+    num_requests: int | None  # None: not known ahead
     num_running: int = 0
     num_ended: int = 0
     num_failed: int = 0
@@ -57,19 +59,22 @@ class Tally:
 
     @property
     def num_tokens(self) -> float:
-        """Estimated for answers that have not ended: a chunk may hold several tokens."""
+        """Estimated for responses that have not ended: a chunk may hold several tokens."""
         each = self.ended_tokens / self.ended_chunks if self.ended_chunks else 1.0
         return self.ended_tokens + (self.num_chunks - self.ended_chunks) * each
+
+    def count_begin(self) -> None:
+        self.num_running += 1
 
     def count_chunk(self) -> None:
         self.num_chunks += 1
 
-    def count_end(self, answer: Answer) -> None:
+    def count_end(self, response: Response) -> None:
         self.num_running -= 1
         self.num_ended += 1
-        self.num_failed += answer.error is not None
-        self.ended_chunks += answer.num_chunks
-        self.ended_tokens += answer.num_output or answer.num_chunks
+        self.num_failed += response.error is not None
+        self.ended_chunks += response.num_chunks
+        self.ended_tokens += response.num_output or response.num_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +84,22 @@ class Outcome:
     `client_lag_s`: how late it came to a thing that was due, in the worst of a hundred cases.
     """
 
-    answers: Sequence[Answer]
+    responses: Sequence[Response]
     begun_at: float
     duration_s: float
     client_cpu_share: float
     tally: Tally = field(repr=False)
     client_lag_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """When jobs ran, and what the measuring process was like meanwhile, as in `Outcome`."""
+
+    begun_at: float
+    duration_s: float
+    client_cpu_share: float
+    client_lag_s: float
 
 
 async def send_all(
@@ -97,20 +112,33 @@ async def send_all(
 ) -> Outcome:
     """`watch` is given the tally once, before the first request."""
     tally = Tally(len(requests))
-    room = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
-    loop = asyncio.get_running_loop()
     num_at_once = sum(after == 0 for after in times_s)
     await client.open_ahead(min(num_at_once, max_concurrency or num_at_once))
     watch(tally)
 
-    async def run(request: bytes, due: float) -> Answer:
+    def job(request: bytes) -> Callable[[], Awaitable[Response]]:
+        return lambda: ask_counted(client, request, tally, is_stream)
+
+    responses, ran = await run_jobs([job(one) for one in requests], times_s, max_concurrency)
+    return Outcome(
+        responses, ran.begun_at, ran.duration_s, ran.client_cpu_share, tally, ran.client_lag_s
+    )
+
+
+async def run_jobs(
+    jobs: Sequence[Callable[[], Awaitable[_T]]],
+    times_s: Sequence[float],
+    max_concurrency: int | None = None,
+) -> tuple[list[_T], Ran]:
+    """Each job at its time, or when there is room for it."""
+    room = asyncio.Semaphore(max_concurrency or max(1, len(jobs)))
+    loop = asyncio.get_running_loop()
+
+    async def run(job: Callable[[], Awaitable[_T]], due: float) -> _T:
         if (wait_s := due - loop.time()) > 0:
             await asyncio.sleep(wait_s)
         async with room:
-            tally.num_running += 1
-            answer = await ask_one(client, request, is_stream, tally.count_chunk)
-            tally.count_end(answer)
-            return answer
+            return await job()
 
     gc.collect()
     gc.freeze()
@@ -120,11 +148,11 @@ async def send_all(
         lag_watch = asyncio.create_task(_watch_lag(lags_s))
         begun_at, begun_cpu, now = time.perf_counter(), time.process_time(), loop.time()
         tasks = []
-        for number, (request, after) in enumerate(zip(requests, times_s, strict=True)):
-            tasks.append(asyncio.create_task(run(request, now + after)))
+        for number, (job, after) in enumerate(zip(jobs, times_s, strict=True)):
+            tasks.append(asyncio.create_task(run(job, now + after)))
             if number % _NUM_TOGETHER == 0:
-                await asyncio.sleep(0)  # first answers are read while the last are still asked
-        answers = await asyncio.gather(*tasks)
+                await asyncio.sleep(0)  # first responses are read while the last are still asked
+        results = await asyncio.gather(*tasks)
         duration_s = time.perf_counter() - begun_at
         busy = (time.process_time() - begun_cpu) / duration_s
     finally:
@@ -132,7 +160,7 @@ async def send_all(
         gc.enable()
         gc.unfreeze()
     lag_s = float(np.percentile(lags_s, 99)) if lags_s else 0.0
-    return Outcome(answers, begun_at, duration_s, busy, tally, lag_s)
+    return results, Ran(begun_at, duration_s, busy, lag_s)
 
 
 async def _watch_lag(lags_s: list[float]) -> None:
@@ -142,20 +170,29 @@ async def _watch_lag(lags_s: list[float]) -> None:
         lags_s.append(time.perf_counter() - due)
 
 
+async def ask_counted(
+    client: HttpClient, request: bytes, tally: Tally, is_stream: bool = True
+) -> Response:
+    tally.count_begin()
+    response = await ask_one(client, request, is_stream, tally.count_chunk)
+    tally.count_end(response)
+    return response
+
+
 async def ask_one(
     client: HttpClient,
     request: bytes,
     is_stream: bool = True,
     on_chunk: Callable[[], None] = lambda: None,
-) -> Answer:
-    """One request; a failure is in the answer's `error`."""
+) -> Response:
+    """One request; a failure is in the response's `error`."""
     reader = AnswerReader(is_stream, on_chunk)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await client.exchange(request, reader)
         reader.end()
     except HttpError as error:
-        reader.answer.error = str(error)
+        reader.response.error = str(error)
     except TimeoutError:
-        reader.answer.error = f"no end within {_TIMEOUT_S:.0f} s"
-    return reader.answer
+        reader.response.error = f"no end within {_TIMEOUT_S:.0f} s"
+    return reader.response

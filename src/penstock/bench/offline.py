@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.bench.load import Outcome, Tally
 from penstock.bench.progress import shown
-from penstock.bench.records import Answer, Ask
+from penstock.bench.records import Ask, Response
 from penstock.config.schema import EngineConfig
 from penstock.errors import PenstockError
 from penstock.frontend.pipeline import GenerationPipeline
@@ -37,7 +37,7 @@ class OfflineOptions:
 class OfflineRun:
     outcome: Outcome
     info: EngineInfo
-    token_ids: Sequence[tuple[int, ...]]  # of the answers
+    token_ids: Sequence[tuple[int, ...]]  # of the responses
     iterations: Sequence[IterationStats]
 
 
@@ -61,7 +61,7 @@ async def _run_all(
     info, tally = pipeline.client.info, Tally(len(asks))
     room = asyncio.Semaphore(min(options.concurrency or info.max_queued, info.max_queued))
 
-    async def run(ask: Ask) -> tuple[Answer, tuple[int, ...]]:
+    async def run(ask: Ask) -> tuple[Response, tuple[int, ...]]:
         async with room:
             return await _ask(pipeline, ask, options, tally)
 
@@ -71,7 +71,7 @@ async def _run_all(
         ended = await asyncio.gather(*(run(ask) for ask in asks))
         duration_s = time.perf_counter() - begun_at
         busy = (time.process_time() - begun_cpu) / duration_s
-    outcome = Outcome([answer for answer, _ in ended], begun_at, duration_s, busy, tally)
+    outcome = Outcome([response for response, _ in ended], begun_at, duration_s, busy, tally)
     await asyncio.sleep(_STATS_S)
     iterations = pipeline.client.drain_iterations()
     return OfflineRun(outcome, info, [ids for _, ids in ended], iterations)
@@ -79,28 +79,28 @@ async def _run_all(
 
 async def _ask(
     pipeline: GenerationPipeline, ask: Ask, options: OfflineOptions, tally: Tally
-) -> tuple[Answer, tuple[int, ...]]:
+) -> tuple[Response, tuple[int, ...]]:
     assert not isinstance(ask.prompt, str)
     sampling = SamplingParams(max_tokens=ask.max_tokens, **options.sampling)
     tally.num_running += 1
     ids: list[int] = []
-    answer = Answer(started_at=time.perf_counter())
+    response = Response(started_at=time.perf_counter())
     try:
         asked = GenerateInput(token_ids=ask.prompt, sampling=sampling)
         async with await pipeline.generate(asked, stream=options.streaming) as generation:
             async for delta in generation:
                 now = time.perf_counter()
                 if delta.token_ids:
-                    answer.note(now)
+                    response.note(now)
                     tally.count_chunk()
                 ids += delta.token_ids
-                answer.text += delta.text
+                response.text += delta.text
                 if delta.finish is FinishReason.ERROR:
-                    answer.error = delta.error or "the engine failed"
-        if not answer.first_at:  # it ended before its first token of text
-            answer.note(time.perf_counter())
+                    response.error = delta.error or "the engine failed"
+        if not response.first_at:  # it ended before its first token of text
+            response.note(time.perf_counter())
     except PenstockError as error:
-        answer.error = str(error)
-    answer.num_output, answer.num_prompt = len(ids), len(ask.prompt)
-    tally.count_end(answer)
-    return answer, tuple(ids)
+        response.error = str(error)
+    response.num_output, response.num_prompt = len(ids), len(ask.prompt)
+    tally.count_end(response)
+    return response, tuple(ids)

@@ -71,21 +71,21 @@ def as_json(
     found: Mapping[str, Section], asks: Sequence[Ask], run: OfflineRun
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
     """Report, outputs, requests: the files of --report_json, --output_json, --request_json."""
-    answers = run.outcome.answers
+    responses = run.outcome.responses
     outputs = [
-        {"id": i, "output": answer.text, "output_tokens": list(ids), "error": answer.error}
-        for i, (answer, ids) in enumerate(zip(answers, run.token_ids, strict=True))
+        {"id": i, "output": response.text, "output_tokens": list(ids), "error": response.error}
+        for i, (response, ids) in enumerate(zip(responses, run.token_ids, strict=True))
     ]
     requests = [
         {
             "id": i,
-            "start_s": answer.started_at - run.outcome.begun_at,
-            "first_token_s": answer.first_at - run.outcome.begun_at,
-            "end_s": answer.last_at - run.outcome.begun_at,
+            "start_s": response.started_at - run.outcome.begun_at,
+            "first_token_s": response.first_at - run.outcome.begun_at,
+            "end_s": response.last_at - run.outcome.begun_at,
             "num_input_tokens": ask.num_input,
-            "num_output_tokens": answer.num_output,
+            "num_output_tokens": response.num_output,
         }
-        for i, (ask, answer) in enumerate(zip(asks, answers, strict=True))
+        for i, (ask, response) in enumerate(zip(asks, responses, strict=True))
     ]
     return {title: dict(section) for title, section in found.items()}, outputs, requests
 

@@ -1,10 +1,9 @@
-"""Requests and answers of an OpenAI-compatible server, as a benchmark sends and reads them.
+"""Requests and responses of an OpenAI-compatible server, as a benchmark sends and reads them.
 
 A chunk of a stream is decoded into the few fields that count, and its arrival is noted. Which
 server it is makes no difference.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.bench.http import HttpError
-from penstock.bench.records import Answer, Ask
+from penstock.bench.http import HttpClient, HttpError
+from penstock.bench.records import Ask, Response
 from penstock.errors import ConfigError
 
 Backend = Literal["openai", "openai-chat"]
@@ -35,10 +34,18 @@ class BodyOptions:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
+async def served_model(client: HttpClient) -> str:
+    """The name of the first model that the server has."""
+    status, body = await client.fetch(client.get_request("/v1/models"))
+    try:
+        return str(msgspec.json.decode(body)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(f"/v1/models names no model (status {status}); set --model") from None
+
+
 def bearer(api_key: str | None) -> dict[str, str]:
-    """The header that shows the key, or the OPENAI_API_KEY that other clients read, too."""
-    key = api_key or os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    """The header that shows the key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def body_of(ask: Ask, options: BodyOptions) -> dict[str, Any]:
@@ -91,12 +98,18 @@ class _Choice(msgspec.Struct, gc=False):
     delta: _Part | None = None
     message: _Part | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
     avg_decoded_tokens_per_iter: float | None = None
+
+
+class _PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct, gc=False):
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -109,22 +122,21 @@ _decode_chunk: Callable[[bytes], _Chunk] = msgspec.json.Decoder(_Chunk).decode
 
 
 class AnswerReader:
-    """Reads one answer, streamed or whole. `answer` is complete after `end`.
+    """Reads one response, streamed or whole. `response` is complete after `end`.
 
     A chunk with choices counts, except one of a chat that says nothing but who speaks.
     """
 
     def __init__(self, is_stream: bool, on_chunk: Callable[[], None] = lambda: None) -> None:
-        self.answer = Answer(started_at=time.perf_counter())
+        self.response = Response(started_at=time.perf_counter())
         self._is_stream = is_stream
         self._on_chunk = on_chunk
-        self._status = 0
         self._rest = b""  # of a line; where it is no stream, all of the body
         self._pieces: list[str] = []
         self._is_done = False
 
     def begin(self, status: int) -> None:
-        self._status = status
+        self.response.status = status
         self._is_stream &= status == _OK
 
     def take(self, body: bytes) -> None:
@@ -139,15 +151,15 @@ class AnswerReader:
 
     def end(self) -> None:
         """The body has ended."""
-        if self._status != _OK:
-            raise HttpError(f"status {self._status}: {_shown(self._rest)}")
+        if (status := self.response.status) != _OK:
+            raise HttpError(f"status {status}: {_shown(self._rest)}")
         if not self._is_stream:
             self._take_chunk(self._decoded(self._rest), time.perf_counter())
         elif not self._is_done:
             raise HttpError("the stream ended before its [DONE]")
-        if self.answer.num_chunks == 0:
+        if self.response.num_chunks == 0:
             raise HttpError("the stream was empty")
-        self.answer.text = "".join(self._pieces)
+        self.response.text = "".join(self._pieces)
 
     def _take_event(self, payload: bytes, now: float) -> None:
         if payload.strip() == b"[DONE]":
@@ -159,13 +171,13 @@ class AnswerReader:
         try:
             chunk = _decode_chunk(payload)
         except msgspec.DecodeError as error:
-            raise HttpError(f"not an answer ({error}): {_shown(payload)}") from None
+            raise HttpError(f"not a response ({error}): {_shown(payload)}") from None
         if (said := bytes(chunk.error)) not in (b"", b"null"):
-            raise HttpError(f"the answer is an error: {_shown(said)}")
+            raise HttpError(f"the response is an error: {_shown(said)}")
         return chunk
 
     def _take_chunk(self, chunk: _Chunk, now: float) -> None:
-        answer = self.answer
+        response = self.response
         if chunk.choices:
             choice = chunk.choices[0]
             if (part := choice.delta or choice.message) is None:
@@ -175,14 +187,18 @@ class AnswerReader:
                 counts = bool(text or choice.finish_reason or part.tool_calls)
             if text:
                 self._pieces.append(text)
+            if choice.token_ids:
+                response.token_ids += choice.token_ids
             if counts:
-                answer.note(now)
+                response.note(now)
                 self._on_chunk()
             if choice.avg_decoded_tokens_per_iter is not None:
-                answer.tokens_per_step = choice.avg_decoded_tokens_per_iter
+                response.tokens_per_step = choice.avg_decoded_tokens_per_iter
         if chunk.usage is not None:
-            answer.num_output = chunk.usage.completion_tokens
-            answer.num_prompt = chunk.usage.prompt_tokens
+            response.num_output = chunk.usage.completion_tokens
+            response.num_prompt = chunk.usage.prompt_tokens
+            if (details := chunk.usage.prompt_tokens_details) is not None:
+                response.num_cached = details.cached_tokens
 
 
 def _shown(said: bytes) -> str:

@@ -1,13 +1,14 @@
-"""Shows how a load goes: a bar on a terminal, a line now and then elsewhere, both on stderr."""
+"""Shows how a load goes: a bar on a terminal, a line now and then elsewhere, both on stderr.
+
+Without `rich` there are lines on a terminal, too.
+"""
 
 import asyncio
 import contextlib
+import importlib.util
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.bench.load import Tally
 
@@ -21,7 +22,8 @@ async def shown(is_wanted: bool) -> AsyncIterator[Callable[[Tally], None]]:
 
     def watch(tally: Tally) -> None:
         if is_wanted:
-            show = _bar if sys.stderr.isatty() else _lines
+            has_bar = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+            show = _bar if has_bar else _lines
             tasks.append(asyncio.create_task(show(tally)))
 
     try:
@@ -49,20 +51,35 @@ class _Speed:
 
 
 async def _bar(tally: Tally) -> None:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task, speed = bar.add_task("", total=tally.num_requests), _Speed(tally)
+
+        def update() -> None:
+            total, done = tally.num_requests, tally.num_ended
+            bar.update(task, total=total, completed=done, description=speed.words())
+
         try:
             while True:
                 await asyncio.sleep(_BAR_PERIOD_S)
-                bar.update(task, completed=tally.num_ended, description=speed.words())
+                update()
         finally:
-            bar.update(task, completed=tally.num_ended, description=speed.words())
+            update()
 
 
 async def _lines(tally: Tally) -> None:
     speed = _Speed(tally)
     while True:
         await asyncio.sleep(_LINE_PERIOD_S)
-        done = f"{tally.num_ended}/{tally.num_requests} requests"
+        of = "" if tally.num_requests is None else f"/{tally.num_requests}"
+        done = f"{tally.num_ended}{of} requests"
         print(f"{done}, {speed.words()}", file=sys.stderr, flush=True)

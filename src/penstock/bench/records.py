@@ -16,7 +16,7 @@ class Ask:
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class Response:
     """What became of one request. Times are seconds of one clock that all of them share."""
 
     started_at: float
@@ -26,6 +26,9 @@ class Answer:
     text: str = ""
     num_output: int | None = None  # tokens, as the server counts them
     num_prompt: int | None = None
+    num_cached: int | None = None  # of the prompt, found in the server's prefix cache
+    token_ids: list[int] = field(default_factory=list)  # where the server sends them
+    status: int = 0  # of HTTP; 0: none came
     tokens_per_step: float | None = None  # by speculation more than one
     error: str | None = None
 

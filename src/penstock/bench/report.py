@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.bench.results import FIGURES, Run, Series
-from penstock.bench.svg import COLOURS, Line, chart, swatch
+from penstock.bench.svg import COLORS, Line, chart, swatch
 
 _MAX_DRAWN = 6  # runs in one chart of distributions or of a time line
 _DASHES = ("", "7 4", "2 3", "9 3 2 3")  # of one series each, where several are drawn
@@ -15,7 +15,7 @@ _DISTRIBUTIONS = {
     "ttft": "Time to first token",
     "tpot": "Time per output token",
     "itl": "Between two chunks",
-    "e2el": "Whole answer",
+    "e2el": "Whole response",
 }
 _STYLE = """
 :root { color-scheme: light dark; --line: #8885; --text: #222; --back: #fff; --soft: #666; }
@@ -45,15 +45,15 @@ svg .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """One run in the charts. One load has one colour, one series one dash."""
+    """One run in the charts. One load has one color, one series one dash."""
 
     name: str
     run: Run
-    colour: str
+    color: str
     dash: str = ""
 
     def line(self, points: Sequence[tuple[float, float]]) -> Line:
-        return Line(self.name, points, self.colour, dash=self.dash)
+        return Line(self.name, points, self.color, dash=self.dash)
 
 
 def page(series: Sequence[Series]) -> str:
@@ -126,8 +126,8 @@ def _throughput(series: Sequence[Series]) -> tuple[list[Line], list[str]]:
             points = [
                 (run.value(name) or 0.0, run.value("output_throughput") or 0.0) for run in runs
             ]
-            colour, notes = COLOURS[index % len(COLOURS)], [run.load for run in runs]
-            lines.append(Line(one.name, points, colour, notes, is_noted_below=index % 2 == 1))
+            color, notes = COLORS[index % len(COLORS)], [run.load for run in runs]
+            lines.append(Line(one.name, points, color, notes, is_noted_below=index % 2 == 1))
         pictures.append(chart(title, x_label, "output tok/s", lines))
     return lines, pictures
 
@@ -181,21 +181,21 @@ def _chosen(series: Sequence[Series]) -> list[_Drawn]:
     """Few enough to tell apart: loads from the lowest to the highest, of every series the same."""
     if all(len(one.runs) == 1 for one in series):
         return [
-            _Drawn(one.runs[0].name, one.runs[0], colour)
-            for one, colour in zip(series, COLOURS, strict=False)
+            _Drawn(one.runs[0].name, one.runs[0], color)
+            for one, color in zip(series, COLORS, strict=False)
         ]
     loads = list(dict.fromkeys(run.load for one in series for run in one.runs))
     num = min(len(loads), max(2, _MAX_DRAWN // len(series)))
     places = [round(i * (len(loads) - 1) / max(1, num - 1)) for i in range(num)]
-    colours = {loads[place]: COLOURS[i] for i, place in enumerate(places)}
+    colors = {loads[place]: COLORS[i] for i, place in enumerate(places)}
     return [
         _Drawn(
             _run_name(one, run, len(series) > 1),
             run,
-            colours[run.load],
+            colors[run.load],
             _DASHES[index % len(_DASHES)],
         )
         for index, one in enumerate(series)
         for run in one.runs
-        if run.load in colours
+        if run.load in colors
     ]

@@ -1,4 +1,4 @@
-"""Result files read back: one run each, a folder of them as a series."""
+"""Result files, written and read back: one run each, a folder of them as a series."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -53,6 +53,11 @@ class Series:
 
     name: str
     runs: Sequence[Run]
+
+
+def save(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record), encoding="utf8")
 
 
 def read_series(path: Path) -> Series:

@@ -1,8 +1,8 @@
 """What the hardware allows: the least time of a decode step, of a prompt, of a whole load.
 
 A decode step takes the longer of reading the weights it needs and multiplying with them, then reads
-what its sequences remember. Of the experts it needs those that some token has chosen: as many as
-were counted, or as choosing evenly would give. Prompts are bound by their FLOPs: the
+the KV cache and states of its sequences. Of the experts it needs those that some token has chosen:
+as many as were counted, or as choosing evenly would give. Prompts are bound by their FLOPs: the
 matrices, and causal attention at the bf16 peak. Only the last token of a prompt needs the head.
 """
 
@@ -26,7 +26,7 @@ _STATE_BYTES = 4  # of a number that a recurrent layer remembers
 class Ceilings:
     read_bytes_s: float
     copy_bytes_s: float  # bytes read and bytes written
-    flops: Mapping[str, float]  # of products with weights of each kind
+    flops: Mapping[str, float]  # of GEMMs with weights of each kind
 
 
 # Measured: CUDA 13.0, torch 2.11, Triton 3.6. Weights of 4 bits are multiplied as bf16.
@@ -41,20 +41,20 @@ H200 = Ceilings(
 @dataclass(frozen=True, slots=True)
 class Matrix:
     name: str
-    num_outputs: int
-    num_inputs: int
+    out_features: int
+    in_features: int
     kind: str = "bf16"
 
     @property
     def num_bytes(self) -> float:
-        return self.num_outputs * self.num_inputs * BITS[self.kind] / 8
+        return self.out_features * self.in_features * BITS[self.kind] / 8
 
-    def product_s(self, num_tokens: float, at: Ceilings) -> float:
+    def gemm_s(self, num_tokens: float, at: Ceilings) -> float:
         """Of the multiplication alone."""
-        return 2 * num_tokens * self.num_outputs * self.num_inputs / at.flops[self.kind]
+        return 2 * num_tokens * self.out_features * self.in_features / at.flops[self.kind]
 
-    def floor_s(self, num_tokens: int, at: Ceilings) -> float:
-        return max(self.num_bytes / at.read_bytes_s, self.product_s(num_tokens, at))
+    def roofline_s(self, num_tokens: int, at: Ceilings) -> float:
+        return max(self.num_bytes / at.read_bytes_s, self.gemm_s(num_tokens, at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,48 +70,48 @@ class Experts:
         """Experts that have a token, if each token chooses evenly and on its own."""
         return self.num_all * (1 - (1 - self.num_active / self.num_all) ** num_tokens)
 
-    def product_s(self, num_tokens: int, at: Ceilings) -> float:
+    def gemm_s(self, num_tokens: int, at: Ceilings) -> float:
         pairs = num_tokens * self.num_active
-        return self.gate_up.product_s(pairs, at) + self.down.product_s(pairs, at)
+        return self.gate_up.gemm_s(pairs, at) + self.down.gemm_s(pairs, at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What one layer multiplies with, in this order, and what it remembers."""
+    """What one layer multiplies with, in this order, and the KV cache or state it keeps."""
 
     matrices: tuple[Matrix, ...]  # without those of the experts
     experts: Experts | None = None
     cached_bytes: int = 0  # of a token
     window: int | None = None  # tokens that a query sees
     state_bytes: int = 0  # of a sequence, renewed by every step
-    pair_flops: int = 0  # of one query and one key that it sees, in a decode
-    prompt_pair_flops: int = 0  # and in a prompt
+    query_key_flops: int = 0  # of one query and one key that it sees, in a decode
+    prompt_query_key_flops: int = 0  # and in a prompt
     token_flops: int = 0  # of one more token in the state
 
-    def remembered_s(self, batch: int, context: float, at: Ceilings) -> float:
+    def kv_s(self, batch: int, context: float, at: Ceilings) -> float:
         """Of attention in a decode step, or of renewing the state."""
         seen = batch * min(context, self.window or context)
         read = seen * self.cached_bytes / at.read_bytes_s
         renewed = 2 * batch * self.state_bytes / at.copy_bytes_s
-        return max(read, seen * self.pair_flops / at.flops["bf16"]) + renewed
+        return max(read, seen * self.query_key_flops / at.flops["bf16"]) + renewed
 
     def prompt_flops(self, length: int) -> float:
         """Of attention, or of the state, for a whole prompt."""
         most = min(length, self.window or length)
         pairs = most * (most + 1) / 2 + (length - most) * most
-        return pairs * self.prompt_pair_flops + length * self.token_flops
+        return pairs * self.prompt_query_key_flops + length * self.token_flops
 
 
 @dataclass(frozen=True, slots=True)
-class Floors:
-    """Those of one model. `touched`: by batch, experts of a layer that have tokens."""
+class Roofline:
+    """Those of one model. `activated`: by batch, experts of a layer that have tokens."""
 
     layers: tuple[Layer, ...]
     head: Matrix
     hidden: int
     at: Ceilings = H200
     max_running: int | None = None
-    touched: Mapping[int, float] = field(default_factory=dict)
+    activated: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> float:
@@ -133,43 +133,43 @@ class Floors:
     def num_expert_layers(self) -> int:
         return sum(layer.experts is not None for layer in self.layers)
 
-    def num_touched(self, batch: int) -> float:
+    def num_activated(self, batch: int) -> float:
         """Of one layer with experts."""
-        if batch in self.touched or self.experts is None:
-            return self.touched.get(batch, 0.0)
+        if batch in self.activated or self.experts is None:
+            return self.activated.get(batch, 0.0)
         return self.experts.expected(batch)
 
     def experts_s(self, batch: int, matrices: Sequence[str] = ("gate_up", "down")) -> float:
         """Of the experts of all layers in a decode step, or of one of their two matrices."""
         if (experts := self.experts) is None:
             return 0.0
-        read = product = 0.0
+        read = gemm = 0.0
         for matrix in (getattr(experts, name) for name in matrices):
-            read += self.num_touched(batch) * matrix.num_bytes / self.at.read_bytes_s
-            product += matrix.product_s(batch * experts.num_active, self.at)
-        return self.num_expert_layers * max(read, product)
+            read += self.num_activated(batch) * matrix.num_bytes / self.at.read_bytes_s
+            gemm += matrix.gemm_s(batch * experts.num_active, self.at)
+        return self.num_expert_layers * max(read, gemm)
 
-    def remembered_s(self, batch: int, context: float) -> float:
-        return sum(layer.remembered_s(batch, context, self.at) for layer in self.layers)
+    def kv_s(self, batch: int, context: float) -> float:
+        return sum(layer.kv_s(batch, context, self.at) for layer in self.layers)
 
-    def remembered_of_s(self, is_state: bool, batch: int, context: float) -> float:
+    def kv_of_s(self, is_state: bool, batch: int, context: float) -> float:
         """Of the layers that keep a state, or of those that keep every token."""
         own = [layer for layer in self.layers if bool(layer.state_bytes) == is_state]
-        return sum(layer.remembered_s(batch, context, self.at) for layer in own)
+        return sum(layer.kv_s(batch, context, self.at) for layer in own)
 
     def decode_step_s(self, batch: int, context: float) -> float:
         """One step of `batch` sequences of `context` tokens each."""
         num_bytes = sum(m.num_bytes for m in self.matrices)
         if (experts := self.experts) is not None:
             each = experts.gate_up.num_bytes + experts.down.num_bytes
-            num_bytes += self.num_expert_layers * self.num_touched(batch) * each
-        products = self._products_s(batch) + self.head.product_s(batch, self.at)
-        return max(num_bytes / self.at.read_bytes_s, products) + self.remembered_s(batch, context)
+            num_bytes += self.num_expert_layers * self.num_activated(batch) * each
+        gemms = self._gemm_s(batch) + self.head.gemm_s(batch, self.at)
+        return max(num_bytes / self.at.read_bytes_s, gemms) + self.kv_s(batch, context)
 
     def prompt_s(self, length: int) -> float:
-        remembering = sum(layer.prompt_flops(length) for layer in self.layers)
-        head = self.head.product_s(1, self.at)
-        return self._products_s(length) + head + remembering / self.at.flops["bf16"]
+        cached = sum(layer.prompt_flops(length) for layer in self.layers)
+        head = self.head.gemm_s(1, self.at)
+        return self._gemm_s(length) + head + cached / self.at.flops["bf16"]
 
     def burst_tok_s(self, count: int, num_in: int, num_out: int) -> float:
         """`count` requests at once; what the cache does not hold waits for the first to end."""
@@ -192,10 +192,10 @@ class Floors:
             **{f"c{n}_tok_s": self.burst_tok_s(n, num_in, num_out) for n in concurrencies},
         }
 
-    def _products_s(self, num_tokens: int) -> float:
-        matrices = sum(m.product_s(num_tokens, self.at) for m in self.matrices[:-1])
+    def _gemm_s(self, num_tokens: int) -> float:
+        matrices = sum(m.gemm_s(num_tokens, self.at) for m in self.matrices[:-1])
         experts = sum(
-            layer.experts.product_s(num_tokens, self.at) for layer in self.layers if layer.experts
+            layer.experts.gemm_s(num_tokens, self.at) for layer in self.layers if layer.experts
         )
         return matrices + experts
 
@@ -203,14 +203,14 @@ class Floors:
 # From a configuration
 
 
-def floors_of(
+def roofline_of(
     config: Mapping[str, Any],
     *,
     has_fp8_cache: bool = False,
     max_running: int | None = None,
-    touched: Mapping[int, float] | None = None,
+    activated: Mapping[int, float] | None = None,
     at: Ceilings = H200,
-) -> Floors:
+) -> Roofline:
     """Of the content of a config.json. `max_running`: 2048-token sequences that the cache holds."""
     hidden, cache_bytes = config["hidden_size"], 1 if has_fp8_cache else 2
     kinds = _kinds(config.get("quantization_config", {}))
@@ -218,7 +218,7 @@ def floors_of(
         _layer(config, index, kinds, cache_bytes) for index in range(config["num_hidden_layers"])
     )
     head = Matrix("head", config["vocab_size"], hidden)
-    return Floors(layers, head, hidden, at, max_running, touched or {})
+    return Roofline(layers, head, hidden, at, max_running, activated or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +272,8 @@ def _attention(
         ),
         "cached_bytes": 2 * kv * cache_bytes,
         "window": window,
-        "pair_flops": 4 * query,
-        "prompt_pair_flops": 4 * query,
+        "query_key_flops": 4 * query,
+        "prompt_query_key_flops": 4 * query,
     }
 
 
@@ -291,8 +291,8 @@ def _latent_attention(config: Mapping[str, Any], kind: str, cache_bytes: int) ->
             Matrix("o", hidden, num_heads * value, kind),
         ),
         "cached_bytes": (rank + rope) * cache_bytes,
-        "pair_flops": 2 * num_heads * (2 * rank + rope),
-        "prompt_pair_flops": 2 * num_heads * (nope + rope + value),
+        "query_key_flops": 2 * num_heads * (2 * rank + rope),
+        "prompt_query_key_flops": 2 * num_heads * (nope + rope + value),
     }
 
 

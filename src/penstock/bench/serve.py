@@ -2,12 +2,10 @@
 
 import json
 import random
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,17 +13,16 @@ import uvloop
 
 from penstock.bench import figures, layout
 from penstock.bench.datasets import DATASETS, DatasetOptions
-from penstock.bench.http import HttpClient, HttpError
+from penstock.bench.http import HttpClient, HttpError, allow_connections
 from penstock.bench.load import Arrivals, ask_one, send_all
 from penstock.bench.openai import BodyOptions, body_of
 from penstock.bench.progress import shown
 from penstock.bench.records import Ask
-from penstock.errors import BackendError, ConfigError
+from penstock.errors import BackendError
 from penstock.text.tokenizer import Tokenizer
 
 _MAX_ERRORS = 3  # of different kinds, printed
 _OK = 200
-_OTHER_FILES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +76,9 @@ async def measure(options: ServeOptions, asks: Sequence[Ask], tokenizer: Tokeniz
     try:
         if options.test_first:
             print("Starting initial single prompt test run...", flush=True)
-            answer = await ask_one(client, requests[0], is_stream)
-            if answer.error is not None:
-                raise BackendError(f"the test request failed: {answer.error}")
+            response = await ask_one(client, requests[0], is_stream)
+            if response.error is not None:
+                raise BackendError(f"the test request failed: {response.error}")
             print("Initial test run completed. Starting main benchmark run...")
         _print_load(options)
         if options.profile:
@@ -107,7 +104,7 @@ async def measure(options: ServeOptions, asks: Sequence[Ask], tokenizer: Tokeniz
         options.body.ignore_eos,
     )
     if seen.num_failed:
-        errors = list(dict.fromkeys(one.error for one in outcome.answers if one.error))
+        errors = list(dict.fromkeys(one.error for one in outcome.responses if one.error))
         print(layout.failures(seen, errors[:_MAX_ERRORS]))
     print(layout.table(seen, options.metrics, options.percentiles), flush=True)
     for line in seen.warnings:
@@ -119,7 +116,7 @@ async def measure(options: ServeOptions, asks: Sequence[Ask], tokenizer: Tokeniz
         "burstiness": options.arrivals.burstiness,
         "max_concurrency": options.max_concurrency,
     }
-    return Result(seen, record, figures.details_as_json(asks, outcome.answers))
+    return Result(seen, record, figures.details_as_json(asks, outcome.responses))
 
 
 async def time_breakdown(options: ServeOptions) -> Any | None:
@@ -134,11 +131,6 @@ async def time_breakdown(options: ServeOptions) -> Any | None:
         client.close()
 
 
-def save(path: Path, record: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record), encoding="utf8")
-
-
 def default_name(options: ServeOptions) -> str:
     limit = "" if options.max_concurrency is None else f"-concurrency{options.max_concurrency}"
     model = options.body.model.rstrip("/").rpartition("/")[2]
@@ -147,22 +139,8 @@ def default_name(options: ServeOptions) -> str:
 
 
 def run(options: ServeOptions, asks: Sequence[Ask], tokenizer: Tokenizer) -> Result:
-    _allow_connections(min(options.max_concurrency or len(asks), len(asks)))
+    allow_connections(min(options.max_concurrency or len(asks), len(asks)))
     return uvloop.run(measure(options, asks, tokenizer))
-
-
-def _allow_connections(num: int) -> None:
-    """A connection is an open file, of which a process may have few by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = num + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        if most < needed:
-            raise ConfigError(
-                f"{num} requests at once need {needed} open files, this process may have {hard}: "
-                "lower --max-concurrency, or raise `ulimit -n`"
-            )
 
 
 def _about(options: ServeOptions, num_prompts: int) -> dict[str, Any]:

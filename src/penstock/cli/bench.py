@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -13,24 +14,36 @@ from penstock import log
 from penstock.bench import serve
 from penstock.bench.ceiling import ceiling_of
 from penstock.bench.datasets import DatasetOptions
+from penstock.bench.http import HttpClient
 from penstock.bench.load import Arrivals
-from penstock.bench.openai import PATHS, BodyOptions, bearer
+from penstock.bench.openai import PATHS, BodyOptions, bearer, served_model
 from penstock.bench.report import page
-from penstock.bench.results import Run, Series
+from penstock.bench.results import Run, Series, save
+from penstock.cli.api_key import api_key_of
 from penstock.cli.tokenizer import load_tokenizer
 from penstock.errors import ConfigError
 from penstock.hub.folder import local_folder
 from penstock.text.tokenizer import Tokenizer
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_NOT_SHOWN = ("module", "parser", "command", "api_key")
+_NOT_SHOWN = ("module", "parser", "command", "api_key", "is_original")
+
+
+async def _served_model(url: str, headers: dict[str, str]) -> str:
+    client = HttpClient(url, headers)
+    try:
+        return await served_model(client)
+    finally:
+        client.close()
 
 
 def run(args: argparse.Namespace) -> int:
     log.setup("bench", "WARNING")
-    given = {name: value for name, value in vars(args).items() if name not in _NOT_SHOWN}
-    print(argparse.Namespace(**given), flush=True)
+    url, headers = _address(args)
+    if args.model is None:
+        args.model = asyncio.run(_served_model(url, headers))
     options = options_of(args)
+    print(_as_namespace(args) if args.is_original else _summary(args, options), flush=True)
     tokenizer = load_tokenizer(options.tokenizer_id)
     if args.command == "sweep":
         return _sweep(args, options, tokenizer)
@@ -41,11 +54,35 @@ def run(args: argparse.Namespace) -> int:
         _save_breakdown(options, folder)
     if args.save_result or args.save_detailed:
         record = {**result.record, **(result.details if args.save_detailed else {})}
-        serve.save(folder / (args.result_filename or serve.default_name(options)), record)
+        save(folder / (args.result_filename or serve.default_name(options)), record)
     if args.report is not None:
         name = args.report.stem
         write_report(args.report, [Series(name, [Run(name, result.record)])])
     return 0 if result.figures.completed else 1
+
+
+def _as_namespace(args: argparse.Namespace) -> argparse.Namespace:
+    """The first line of the original tool, which scripts may read."""
+    given = {name: value for name, value in vars(args).items() if name not in _NOT_SHOWN}
+    return argparse.Namespace(**given)
+
+
+def _summary(args: argparse.Namespace, options: serve.ServeOptions) -> str:
+    """What will be sent where, in a line."""
+    if args.command == "sweep":
+        levels = args.concurrency or args.rates
+        unit = "requests at once" if args.concurrency else "requests per second"
+        load = f"{', '.join(f'{level:g}' for level in levels)} {unit}"
+    else:
+        limit = options.max_concurrency
+        load = f"{args.num_prompts} prompts, {f'at most {limit}' if limit else 'all'} at once"
+        if options.arrivals.rate != math.inf:
+            load += f", {options.arrivals.rate:g} per second"
+    lengths = ""
+    if args.dataset_name in ("random", "random-ids"):
+        lengths = f" ({args.random_input_len} tokens in, {args.random_output_len} out)"
+    asked = f"{options.body.model} at {options.url}{options.path}"
+    return f"{asked}: {load}, dataset {args.dataset_name}{lengths}, seed {args.seed}"
 
 
 def _sweep(args: argparse.Namespace, options: serve.ServeOptions, tokenizer: Tokenizer) -> int:
@@ -65,7 +102,7 @@ def _sweep(args: argparse.Namespace, options: serve.ServeOptions, tokenizer: Tok
         one = dataclasses.replace(options, dataset=dataset, **changes)
         print(f"--- {name.replace('_', ' ')}")
         result = _with_ceiling(args, serve.run(one, serve.make_asks(one, tokenizer), tokenizer))
-        serve.save(folder / f"{name}.json", result.record)
+        save(folder / f"{name}.json", result.record)
         runs.append(Run(name, result.record))
     write_report(folder / "report.html", [Series(folder.name, runs)])
     return 0 if all(run.record["completed"] for run in runs) else 1
@@ -103,10 +140,11 @@ def options_of(args: argparse.Namespace) -> serve.ServeOptions:
     if args.non_streaming:
         metrics = ("e2el",)
     names = {field.name for field in dataclasses.fields(DatasetOptions)}
+    url, headers = _address(args)
     return serve.ServeOptions(
-        url=args.base_url or f"http://{args.host}:{args.port}",
+        url=url,
         path=args.endpoint if args.backend == "openai" else PATHS[args.backend],
-        headers=bearer(args.api_key),
+        headers=headers,
         body=BodyOptions(
             backend=args.backend,
             model=args.served_model_name or args.model,
@@ -131,6 +169,11 @@ def options_of(args: argparse.Namespace) -> serve.ServeOptions:
     )
 
 
+def _address(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    url = args.base_url or f"http://{args.host}:{args.port}"
+    return url, bearer(api_key_of(args.api_key))
+
+
 def _refuse(args: argparse.Namespace) -> None:
     """What cannot be had here; what makes no difference only gets a line."""
     if args.custom_tokenizer or args.tokenizer_mode in ("custom", "mistral"):
@@ -142,7 +185,7 @@ def _refuse(args: argparse.Namespace) -> None:
     if args.trust_remote_code:
         print("--trust_remote_code is ignored: code of a model is never run", file=sys.stderr)
     if args.non_streaming:
-        print("--non_streaming: an answer comes as one; only e2el is shown", file=sys.stderr)
+        print("--non_streaming: a response comes as one; only e2el is shown", file=sys.stderr)
 
 
 def _save_breakdown(options: serve.ServeOptions, folder: Path) -> None:
@@ -151,4 +194,4 @@ def _save_breakdown(options: serve.ServeOptions, folder: Path) -> None:
         print("the server has no /perf_metrics: no time breakdown", file=sys.stderr)
         return
     name = serve.default_name(options).removesuffix(".json")
-    serve.save(folder / f"{name}-time_breakdown.json", measured)
+    save(folder / f"{name}-time_breakdown.json", measured)

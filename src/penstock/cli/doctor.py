@@ -1,6 +1,7 @@
 """`penstock doctor`: what this machine has, what is missing, what a run would use and why.
 
-The one command that loads torch. Changes nothing, downloads nothing.
+The one command that loads torch. Changes nothing and downloads nothing; asks the hub whether it
+answers.
 """
 
 import argparse
@@ -22,10 +23,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock import __version__
+from penstock import __version__, log
+from penstock.cli.doctor_sizes import (
+    CPU_FORMATS,
+    EXAMPLE,
+    GPU_FORMATS,
+    available_bytes,
+    billions,
+    room_on_cpu,
+    room_on_gpu,
+    sizes,
+)
 
 _GIB = 2**30
 _MIN_DISK_BYTES = 10 * _GIB
+_HUB_TIMEOUT_S = 3.0
 _OPTIONAL = {
     "hf_xet": "faster downloads from the hub",
     "openai": "a client library for the server",
@@ -55,6 +67,7 @@ class Report:
     machine: list[Fact] = dataclasses.field(default_factory=list)
     storage: list[Fact] = dataclasses.field(default_factory=list)
     choices: list[Fact] = dataclasses.field(default_factory=list)
+    fits: list[Fact] = dataclasses.field(default_factory=list)
     checks: list[Check] = dataclasses.field(default_factory=list)
 
     @property
@@ -63,6 +76,7 @@ class Report:
 
 
 def run(args: argparse.Namespace) -> int:
+    log.setup("doctor", "error")  # what is missing is in the table
     report = examine()
     if args.json:
         print(json.dumps({"ok": report.ok} | dataclasses.asdict(report), indent=2))
@@ -73,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Report:
     report = Report()
-    report.machine += _host()
+    # One number for all: loading torch takes some of it.
+    free_bytes = available_bytes(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    report.machine += _host(free_bytes)
     report.checks += [*_required_packages(), *_optional_packages()]
     report.storage += _storage(report.checks)
     try:
@@ -83,9 +99,11 @@ def examine() -> Report:
         report.checks.append(Check("torch loads", False, str(error), fix))
         return report
     report.machine += _devices(torch, report.checks)
-    report.checks.append(_smoke_test("configuration", partial(_choose, report)))
+    report.checks.append(_smoke_test("configuration", partial(_choose, report, free_bytes)))
     for device in _device_names(torch):
         report.checks.append(_smoke_test(f"ops on {device}", partial(_run_ops, torch, device)))
+        if device == "cpu":
+            report.checks.append(_native_ops())
     return report
 
 
@@ -94,7 +112,8 @@ def show(report: Report, console: Console) -> None:
     for title, facts in (
         ("This machine", report.machine),
         ("Storage", report.storage),
-        ("A run of an 8B model would use", report.choices),
+        ("What a run would use, of an 8 B model", report.choices),
+        ("What fits, by free memory", report.fits),
     ):
         if facts:
             table = Table(title=title, title_justify="left", show_header=False, expand=False)
@@ -107,22 +126,29 @@ def show(report: Report, console: Console) -> None:
         table.add_row(marks[check.ok], check.name, check.detail, check.fix)
     console.print(table)
     console.print(
-        "[green]Ready.[/green] Try: penstock serve"
+        f"[green]Ready.[/green] {_what_fits(report)}Try: penstock serve"
         if report.ok
         else "[red]Something essential is broken, see above.[/red]"
     )
 
 
-def _host() -> list[Fact]:
+def _what_fits(report: Report) -> str:
+    """Ready for what: the sizes that fit in the default format and in the smallest."""
+    if not report.fits:
+        return ""
+    first, last = report.fits[0], report.fits[-1]
+    return f"Models {first.value} parameters fit in {first.name}, {last.value} in {last.name}. "
+
+
+def _host(free_bytes: int) -> list[Fact]:
     num_cpus = os.cpu_count() or 1
     may_use = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_cpus
-    pages = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_AVPHYS_PAGES")
-    total, free = (count * os.sysconf("SC_PAGE_SIZE") for count in pages)
+    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return [
         Fact("python", platform.python_version(), sys.executable),
         Fact("system", f"{platform.system()} {platform.release()}", platform.machine()),
         Fact("cpus", str(num_cpus), f"this process may use {may_use}"),
-        Fact("memory", _gib(total), f"{_gib(free)} free"),
+        Fact("memory", _gib(total_bytes), f"{_gib(free_bytes)} free"),
     ]
 
 
@@ -169,9 +195,7 @@ def _storage(checks: list[Check]) -> list[Fact]:
 
     from penstock.hub.folder import cache_home
 
-    facts = [
-        Fact("hub", "offline" if constants.HF_HUB_OFFLINE else "online", "HF_HUB_OFFLINE"),
-    ]
+    facts = [_hub(constants.ENDPOINT, bool(constants.HF_HUB_OFFLINE))]
     for name, folder, variable in (
         ("model downloads", Path(constants.HF_HUB_CACHE), "HF_HOME"),
         ("penstock files", cache_home(), "PENSTOCK_HOME"),
@@ -186,6 +210,20 @@ def _storage(checks: list[Check]) -> list[Fact]:
             fix = f"free some space or set {variable} to another disk"
             checks.append(Check(name, None, f"{_gib(free_bytes)} free at {existing}", fix))
     return facts
+
+
+def _hub(url: str, is_offline: bool) -> Fact:
+    if is_offline:
+        return Fact("hub", "not asked", "HF_HUB_OFFLINE is set: only what is in the cache is used")
+    import httpx
+
+    try:
+        status = httpx.head(url, timeout=_HUB_TIMEOUT_S).status_code
+    except httpx.HTTPError as error:
+        return Fact(
+            "hub", "does not answer", f"{url}: {type(error).__name__}; what is cached works"
+        )
+    return Fact("hub", "answers", f"{url}, status {status}")
 
 
 def _devices(torch: Any, checks: list[Check]) -> list[Fact]:
@@ -232,7 +270,7 @@ def _device_names(torch: Any) -> list[str]:
     return ["cpu"]
 
 
-def _choose(report: Report) -> str:
+def _choose(report: Report, free_bytes: int) -> str:
     """Let the real rules decide, with nothing set by the user, for a model of 8 billion weights."""
     from penstock.config.resolve import resolve
     from penstock.config.schema import EngineConfig
@@ -247,16 +285,42 @@ def _choose(report: Report) -> str:
         tie_embeddings=False,
     )  # fmt: skip
     device = probe()
+    config = resolve(EngineConfig(), spec, device, "")
     report.choices += [
         Fact(choice.name, choice.value, choice.reason)
-        for choice in resolve(EngineConfig(), spec, device, "").choices
+        for choice in config.choices
         if choice.name != "max_seq_len"  # the model's, not the machine's
     ]
+    report.fits += _fits(device.kind, config.kv_cpu_bytes, free_bytes)
     ranks = Fact("tensor_parallel_size", "1", "one device")
     if device.kind == "cuda" and device.num_devices > 1:
         ranks = Fact("tensor_parallel_size", f"1 to {device.num_devices}", "GPUs of this machine")
     report.choices.append(ranks)
     return f"{len(supported_architectures())} model architectures can run"
+
+
+def _fits(device: str, cache_bytes: int, free_bytes: int) -> list[Fact]:
+    """The largest model in each format, and what the one of `EXAMPLE` parameters would need."""
+    if device == "cuda":
+        import torch
+
+        free_bytes = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        found = sizes(GPU_FORMATS, room_on_gpu(free_bytes))
+        where = "a GPU"
+    else:
+        found = sizes(CPU_FORMATS, room_on_cpu(free_bytes, cache_bytes))
+        where = "memory"
+    example = billions(EXAMPLE)
+    return [
+        Fact(
+            size.format,
+            f"up to {billions(size.max_parameters)}",
+            f"weights of {example}: {_gib(int(size.bytes_of_example))}, "
+            f"{'they fit' if size.fits_example else 'too much'} "
+            f"({_gib(free_bytes)} of {where} free)",
+        )
+        for size in found
+    ]
 
 
 def _run_ops(torch: Any, device: str) -> str:
@@ -278,6 +342,16 @@ def _run_ops(torch: Any, device: str) -> str:
     if not torch.equal(found_L, gumbel_argmax.reference(*draw)):
         raise AssertionError(f"gumbel_argmax drew {found_L.tolist()}")
     return rms_norm.explain(x_TD.to(device), weight_D.to(device), 1e-5)
+
+
+def _native_ops() -> Check:
+    """Without them a CPU run works, slowly."""
+    from penstock.kernels import native
+
+    found, name = native.library() or native.library_or_reason(), "native CPU ops"
+    if isinstance(found, str):
+        return Check(name, None, f"{found}: {native.SLOWER}", "install gcc or clang")
+    return Check(name, True, Path(found._name).name)
 
 
 def _smoke_test(name: str, test: Callable[[], str]) -> Check:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock import log
+from penstock.cli.api_key import api_key_of
 from penstock.cli.eval_flags import LM_EVAL
 from penstock.cli.tokenizer import load_tokenizer
 from penstock.config.load import load_config
@@ -17,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.eval import report, table
 from penstock.eval.ask import Endpoint, Engine
 from penstock.eval.published import Published
-from penstock.eval.published_run import Results, RunOptions, run_task
+from penstock.eval.published_run import Results, RunOptions, prepare
 from penstock.eval.task import Task, first_of_each_group
 from penstock.eval.tasks import TASKS
 from penstock.hub.folder import local_folder
@@ -27,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     log.setup("eval", "WARNING")  # a line per HTTP request would bury the result
     if args.model is None and args.url is None:
         raise ConfigError("name a MODEL to start, or a running server with --url")
+    if args.output is not None and not args.output.parent.is_dir():
+        raise ConfigError(f"--output {args.output}: its folder is not there; make it first")
     if args.task.startswith(LM_EVAL):
         return _run_lm_eval(args)
     task = TASKS[args.task]
@@ -37,8 +40,8 @@ def _run_own(args: argparse.Namespace, task: Task) -> int:
     path = args.data or _beside_model(task, args.model)
     examples = first_of_each_group(task.read(path), args.limit)
     with _asker(args) as (name, asker):
-        answers = asker.ask(examples, args.max_tokens or task.max_tokens)
-    return _show_verdicts(args, name, report.judge(task, examples, answers))
+        responses = asker.ask(examples, args.max_tokens or task.max_tokens)
+    return _show_verdicts(args, name, report.judge(task, examples, responses))
 
 
 def _run_published(args: argparse.Namespace, task: Published) -> int:
@@ -54,9 +57,10 @@ def _run_published(args: argparse.Namespace, task: Published) -> int:
         apply_chat_template=args.apply_chat_template,
         system_prompt=args.system_prompt,
     )
+    ask = prepare(args.task, task, options)
     with _asker(args) as (name, asker):
         given = args.tokenizer or args.model or name
-        results = run_task(args.task, task, options, asker, lambda: load_tokenizer(given).encode)
+        results = ask(asker, lambda: load_tokenizer(given).encode)
     return show_results(args.task, name, results, args.output, args.min_score)
 
 
@@ -65,6 +69,8 @@ def _run_lm_eval(args: argparse.Namespace) -> int:
         from penstock.eval.lm_eval_tasks import LmEvalOptions, run_lm_eval
     except ImportError as error:
         raise ConfigError(f"{args.task} needs lm-eval ({error}): pip install lm_eval") from None
+    if args.data is not None and not args.data.is_dir():
+        raise ConfigError(f"--data {args.data}: no such folder")
     options = LmEvalOptions(
         include_path=args.data,
         num_fewshot=args.num_fewshot,
@@ -100,7 +106,7 @@ def show_results(
 def _asker(args: argparse.Namespace) -> Iterator[tuple[str, Engine | Endpoint]]:
     """A running server where one is named, else an engine of our own; and the model's name."""
     if args.url is not None:
-        endpoint = Endpoint(args.url, args.served_model, args.api_key, args.concurrency)
+        endpoint = Endpoint(args.url, args.served_model, api_key_of(args.api_key), args.concurrency)
         yield endpoint.model, endpoint
         return
     with Engine(load_config({"model": args.model}, args.config, args.set)) as engine:

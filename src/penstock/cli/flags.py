@@ -5,11 +5,12 @@ All flags of `trtllm-serve` are here; those that are no YAML field have a ruling
 """
 
 import argparse
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.cli.flag_defaults import DEFAULTS
+from penstock.cli.parser import add_help_all, hide
 from penstock.config.trtllm_fields import (
     SUPPORTED,
     Ruling,
@@ -19,7 +20,7 @@ from penstock.config.trtllm_fields import (
     rejected,
     ruling_of,
 )
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, did_you_mean
 
 Kind = Literal["text", "int", "float", "switch"]
 
@@ -53,15 +54,20 @@ _MODEL = (
     Flag("load_format", "text", "auto, or dummy for random weights"),
     Flag("skip_tokenizer_init", "switch", "load no tokenizer; prompts are token ids"),
     Flag("chat_template", "text", "Jinja file or template, when not the tokenizer's own"),
-    Flag("reasoning_parser", "text", "auto, none, think, deepseek-r1 or harmony"),
-    Flag("tool_parser", "text", "auto, none, hermes or harmony"),
+    Flag("reasoning_parser", "text", "auto, none, think, deepseek-r1, kimi_k2 or harmony"),
+    Flag("tool_parser", "text", "auto, none, hermes, qwen3_coder, llama3_json, mistral, ..."),
+    Flag(
+        "generation_config",
+        "text",
+        "sampling parameters of requests that set none: auto (the model's), vllm (neutral), folder",
+    ),
     Flag("served_model_name", "text", "name of the model in the API"),
     Flag("seed", "int", "start value of dummy weights and of requests without a seed"),
 )
 _DEVICES = (
     Flag("device", "text", "auto, cuda or cpu"),
     Flag("tensor_parallel_size tp_size", "int", "GPUs that share each layer"),
-    Flag("moe_expert_parallel_size ep_size", "int", "sets of these GPUs that have other experts"),
+    Flag("moe_expert_parallel_size ep_size", "int", "expert-parallel groups of these GPUs"),
     Flag("moe_tensor_parallel_size", "int", "GPUs that share each expert"),
     Flag("num_threads", "int", "CPU threads of each engine process"),
     Flag(
@@ -71,8 +77,9 @@ _DEVICES = (
 _LIMITS = (
     Flag("max_batch_size", "int", "most sequences in one step"),
     Flag("max_num_tokens", "int", "most tokens in one step"),
-    Flag("max_seq_len", "int", "most tokens of one request, prompt and answer"),
+    Flag("max_seq_len", "int", "most tokens of one request, prompt and output"),
     Flag("max_queued_requests", "int", "most requests waiting or running; more get status 429"),
+    Flag("max_queued_tokens", "int", "most prompt tokens waiting or running; more get status 429"),
     Flag(
         "free_gpu_memory_fraction kv_cache_free_gpu_memory_fraction",
         "float",
@@ -87,10 +94,38 @@ _SERVER = (
     Flag("host", "text", "address to listen on"),
     Flag("port", "int", "port to listen on; 0 picks a free one"),
     Flag("api_key", "text", "key that clients must send; better set in the YAML file"),
-    Flag("log_level", "text", "error, warning, info or debug"),
+    Flag(
+        "api_keys_file",
+        "text",
+        "file of several names and keys (docs/security.md)",
+        path="access_config.api_keys_file",
+    ),
+    Flag(
+        "log_level",
+        "text",
+        "internal_error, error, warning, info, verbose, debug or trace (the last three are one)",
+    ),
     Flag("stream_interval", "int", "tokens between two streamed chunks"),
     Flag("num_postprocess_workers num_serve_frontends", "int", "processes that serve HTTP"),
     Flag("max_stats_len", "int", "most records kept between two reads"),
+    Flag(
+        "shutdown_timeout",
+        "float",
+        "seconds that running requests may take after a signal",
+        path="http_config.shutdown_timeout",
+    ),
+    Flag(
+        "access_log",
+        "switch",
+        "log a line for each request (default); --no_access_log: none",
+        path="http_config.access_log",
+    ),
+    Flag(
+        "allowed_origins",
+        "text",
+        "web pages whose scripts may call the server, separated by commas, or *",
+        path="http_config.allowed_origins",
+    ),
 )
 
 _ONE_SERVER = rejected("Penstock serves a model in one place; there is no cluster to join yet")
@@ -111,9 +146,6 @@ _COMPATIBLE = (
     without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
     without_field(
         "fail_fast_on_attention_window_too_large", "switch", ignored("it has no use here")
-    ),
-    without_field(
-        "generation_config", "text", ignored("only the stop ids are read from it", "trtllm")
     ),
     without_field(
         "allow_request_chat_template", "switch", ignored("the server's template is used", False)
@@ -143,7 +175,7 @@ _GROUPS = {
     "devices": _DEVICES,
     "limits": _LIMITS,
     "server": _SERVER,
-    "of trtllm-serve, ignored or refused here": _COMPATIBLE,
+    "of trtllm-serve, ignored or rejected here": _COMPATIBLE,
 }
 FLAGS: tuple[Flag, ...] = tuple(flag for group in _GROUPS.values() for flag in group)
 
@@ -154,12 +186,24 @@ _YES, _NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Every flag of the table; one that is not given leaves no trace in the parsed namespace."""
     parser.usage = "%(prog)s [MODEL] [flags]"
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="model id, folder or GGUF file")
+    add_help_all(parser)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="name, hub id, folder or GGUF file; without one `penstock serve` takes smollm2",
+    )
     parser.add_argument(
         "--config",
         "--extra_llm_api_options",
         metavar="FILE",
         help="YAML file with any field of docs/config.md; it wins over the flags",
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="settings of a published recipe, which flags, --config and --set win over; "
+        "'penstock recipes' lists them",
     )
     parser.add_argument(
         "--set",
@@ -179,18 +223,22 @@ def add_flags(group: "argparse._ArgumentGroup", flags: Iterable[Flag]) -> None:
 
 def _add(group: "argparse._ArgumentGroup", flag: Flag) -> None:
     spellings = [f"--{name}" for name in flag.names.split()]
-    text = flag.help or flag.verdict.reason
     common: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
     if flag.kind == "switch":
-        group.add_argument(*spellings, action="store_true", help=text, **common)
+        action = group.add_argument(*spellings, action="store_true", **common)
         opposites = [f"--no_{name}" for name in flag.names.split()]
         group.add_argument(*opposites, action="store_false", help=argparse.SUPPRESS, **common)
     else:
-        metavar = flag.kind.upper()
-        group.add_argument(*spellings, type=_TYPES[flag.kind], metavar=metavar, help=text, **common)
+        kind, metavar = _TYPES[flag.kind], flag.kind.upper()
+        action = group.add_argument(*spellings, type=kind, metavar=metavar, **common)
+    if flag.help:
+        known = f" (default: {DEFAULTS[flag.field]})" if flag.field in DEFAULTS else ""
+        action.help = f"{flag.help}{known}".replace("%", "%%")
+    else:
+        hide(action, f"{flag.verdict.verdict}: {flag.verdict.reason}".replace("%", "%%"))
 
 
-def normalise(argv: Sequence[str]) -> list[str]:
+def normalize(argv: Sequence[str]) -> list[str]:
     """`--max-batch-size` -> `--max_batch_size`, and `--switch=false` -> `--no_switch`."""
     switches = {name for flag in FLAGS if flag.kind == "switch" for name in flag.names.split()}
     result: list[str] = []
@@ -241,6 +289,4 @@ def refuse_unknown(extra: Sequence[str], known: Iterable[str]) -> None:
     name = extra[0].partition("=")[0]
     if not name.startswith("-"):
         raise ConfigError(f"unexpected argument '{extra[0]}'")
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    raise ConfigError(f"unknown flag '{name}'{hint}")
+    raise ConfigError(f"unknown flag '{name}'{did_you_mean(name, known)}")

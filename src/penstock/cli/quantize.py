@@ -1,4 +1,4 @@
-"""`penstock quantize`: a plain checkpoint -> a quantised one in a public layout, with a report."""
+"""`penstock quantize`: a plain checkpoint -> a quantized one in a public layout, with a report."""
 
 import argparse
 
@@ -14,7 +14,7 @@ _MAX_SHOWN = 10
 
 def run(args: argparse.Namespace) -> int:
     log.setup("quantize", "WARNING")
-    from penstock.quantize.run import REPORT, Task, default_device, quantize
+    from penstock.ptq.run import REPORT, Task, default_device, quantize
 
     for name in ("num_samples", "length"):
         if getattr(args, name) < 1:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device or default_device(),
     )
     console = Console(stderr=True)
-    columns = (TextColumn("quantising"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("quantizing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     visible = console.is_terminal
     with Progress(*columns, console=console, disable=not visible, transient=True) as bar:
         shown = bar.add_task("", total=None)

@@ -1,15 +1,21 @@
-"""`serve`: flags + YAML + `--set` -> `EngineConfig` -> the server."""
+"""`serve`: recipe + flags + YAML + `--set` -> `EngineConfig` -> the server."""
 
 import argparse
 
 from penstock import log
 from penstock.cli.flags import settings
-from penstock.config.load import load_config
+from penstock.config.load import given_settings
+from penstock.config.recipe import recipe_named, with_recipe
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.hub.catalog import CATALOG
 from penstock.hub.folder import TINY, local_folder
 
+TINY_PROMPTS = (  # worded as it has learned them; it knows few other words
+    "What is 12 + 30?",
+    "Sort 5, 3, 9 from smallest to largest.",
+    "What is the capital of France?",
+)
 _logger = log.get(__name__)
 
 
@@ -27,14 +33,17 @@ def build_config(args: argparse.Namespace) -> EngineConfig:
     values, warnings = settings(args)
     for line in warnings:
         _logger.warning("%s", line)
-    config = load_config(values, args.config, args.set)
+    given = given_settings(values, args.config, args.set)
+    if args.recipe is not None:
+        given = with_recipe(recipe_named(args.recipe), given)
+    config = EngineConfig.model_validate(given)
     if args.needs_model and "model" not in config.model_fields_set:
         raise ConfigError("MODEL is missing: name a model id or a checkpoint folder")
     return config
 
 
 def with_model_fetched(config: EngineConfig) -> EngineConfig:
-    """Fetch a model of the catalogue now, where Ctrl-C still ends it at once.
+    """Fetch a model of the catalog now, where Ctrl-C still ends it at once.
 
     Where the user named no model and the default one cannot be had, the built-in one is served.
     """
@@ -46,10 +55,10 @@ def with_model_fetched(config: EngineConfig) -> EngineConfig:
         if "model" in config.model_fields_set:
             raise
         _logger.warning(
-            "%s. Serving the built-in '%s' instead: a test model of 3.5 M parameters that adds, "
-            "sorts, knows a few capitals, writes JSON and calls tools, but little else; "
-            "'penstock serve MODEL' serves another one",
-            *(error, TINY),
+            "%s. Serving the built-in '%s' instead: a test model of 3.5 M parameters that knows "
+            "little more than '%s'; 'penstock serve MODEL' serves another one",
+            *(error, TINY, "', '".join(TINY_PROMPTS)),
         )
-        return config.model_copy(update={"model": TINY})
+        # A name that was chosen for another model would hide which one answers.
+        return config.model_copy(update={"model": TINY, "served_model_name": None})
     return config

@@ -14,7 +14,7 @@ from penstock.config.load import load_config
 from penstock.config.trtllm_fields import put
 from penstock.errors import ConfigError
 from penstock.eval.ask import Engine
-from penstock.eval.published_run import RunOptions, run_task
+from penstock.eval.published_run import RunOptions, prepare
 from penstock.eval.task import Task
 from penstock.eval.tasks import TASKS
 
@@ -54,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
         template_kwargs=_template_kwargs(args.chat_template_kwargs),
         system_prompt=args.system_prompt,
     )
+    ask = prepare(name, task, options)
     with Engine(load_config(values, args.config, args.set)) as engine:
         given = args.tokenizer or args.model
-        results = run_task(name, task, options, engine, lambda: load_tokenizer(given).encode)
+        results = ask(engine, lambda: load_tokenizer(given).encode)
     min_score = args.accuracy_threshold / 100 if args.check_accuracy else 0.0
     return show_results(args.task, args.model, results, output, min_score)
 

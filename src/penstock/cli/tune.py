@@ -1,4 +1,4 @@
-"""`penstock tune`: time the launch shapes of kernels on this GPU and write the best to a file.
+"""`penstock tune`: time the launch configs of kernels on this GPU and write the best to a file.
 
 The server reads the file at its next start. Nothing is tuned while it runs.
 """
@@ -67,17 +67,19 @@ def _shape(name: str) -> "Shape":
 
 
 def _experts(spec: "ModelSpec") -> "Layer | None":
-    """None: there are none, or of few bits, whose kernels have no entries."""
+    """None: there are none, or weight-only ones, whose kernels have no entries."""
     from penstock.kernels.moe.tuning import Format, Layer
-    from penstock.types.model_spec import EightBitSpec
+    from penstock.types.model_spec import W8A8Spec
 
     format: Format
-    if spec.moe is None or (spec.quantization is not None and spec.quantization.codes is not None):
+    if spec.moe is None or (
+        spec.quantization is not None and spec.quantization.weight_only is not None
+    ):
         return None
     match spec.quantization and spec.quantization.format:
         case "mxfp4":
             format = "mxfp4"
-        case EightBitSpec(numbers="e4m3", weights=weights):
+        case W8A8Spec(numbers="e4m3", weights=weights):
             format = "fp8 blocks" if weights == "block" else "fp8 outputs"
         case None:
             format = "plain"
@@ -85,7 +87,7 @@ def _experts(spec: "ModelSpec") -> "Layer | None":
             return None
     return Layer(
         hidden=spec.hidden_size,
-        features=spec.moe.inner_size,
+        features=spec.moe.intermediate_size,
         num_experts=spec.moe.num_experts,
         num_active=spec.moe.num_active,
         format=format,
@@ -94,8 +96,12 @@ def _experts(spec: "ModelSpec") -> "Layer | None":
 
 def _show(found: "Found") -> None:
     print(f"{found.subject.op} {found.subject.key}")
-    for name, floor_us, best_us, now_us in found.cases:
-        floor = "" if floor_us is None else f", floor {floor_us:.1f} = {floor_us / best_us:.0%}"
-        print(f"  {name:18} {best_us:9.1f} us, now {now_us:9.1f}{floor}")
+    for name, roofline_us, best_us, now_us in found.cases:
+        bound = (
+            ""
+            if roofline_us is None
+            else f", roofline {roofline_us:.1f} = {roofline_us / best_us:.0%}"
+        )
+        print(f"  {name:18} {best_us:9.1f} us, now {now_us:9.1f}{bound}")
     kept = " (as now)" if found.best == found.now else ""
     print(f"  {found.best}{kept}", flush=True)

@@ -8,7 +8,7 @@ class SchedulerConfig(StrictModel):
     capacity_scheduler_policy: CapacityPolicy = setting(
         CapacityPolicy.EXPECTED_OUTPUT,
         "EXPECTED_OUTPUT starts a request when the cache will do for it and all that run, if "
-        "answers become as long as recent ones; if it runs out all the same, the youngest one "
+        "outputs become as long as recent ones; if it runs out all the same, the youngest one "
         "leaves it, and comes back from host memory (kv_cache_config.host_cache_size) or is "
         "recomputed. MAX_UTILIZATION starts it when its prompt fits. GUARANTEED_NO_EVICT starts it "
         "only when prompt and all of its output fit, so nothing ever leaves; of requests without "

@@ -68,7 +68,7 @@ class CudaGraphConfig(StrictModel):
 
 def padded_sizes(largest: int) -> list[int]:
     """1, 2, 4, then every 8th up to 128, every 16th up to 256, every 32nd up to 512, every 64th,
-    and `largest` itself: at most an eighth of a large step is padding, whose products take as long.
+    and `largest` itself: at most an eighth of a large step is padding, whose GEMMs take as long.
     """
     steps = (range(8, 129, 8), range(144, 257, 16), range(288, 513, 32), range(576, largest, 64))
     sizes = [1, 2, 4, *itertools.chain(*steps)]

@@ -53,15 +53,15 @@ class KvCacheConfig(StrictModel):
 
     mamba_state_cache_interval: int = setting(
         2048,
-        "Of models with recurrent layers: tokens between two copies of a prompt's state, from "
+        "Of models with recurrent layers: tokens between two snapshots of a prompt's state, from "
         "which another prompt with the same beginning goes on; a multiple of tokens_per_block. "
-        "Further copies are made near the prompt's end. A chunk of a prompt is never longer.",
+        "Further snapshots are taken near the prompt's end. A chunk of a prompt is never longer.",
         ge=8,
         le=2**20,
     )
     mamba_state_cache_fraction: float = setting(
         0.1,
-        "Of models with recurrent layers: share of the cache's memory that copies of states may "
+        "Of models with recurrent layers: share of the cache's memory that state snapshots may "
         "fill, however many sequences run; the oldest one goes first. The states of "
         "max_batch_size sequences are beside it. 0: no prefix is reused.",
         ge=0.0,

@@ -29,7 +29,7 @@ _WANTED = {
     "literal_error": "{expected}",
     "enum": "{expected}",
 }
-_SECRET = {"api_key"}
+SECRET = {"api_key", "key", "access_config.cache_salt_secret"}
 _YAML_WORDS = {None: "null", True: "true", False: "false"}
 
 
@@ -43,10 +43,10 @@ def _line(item: Mapping[str, Any], own_names: Iterable[str]) -> str:
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown(path, own_names)
+    value = "not usable" if path in SECRET else shown(item["input"])
     if kind == "value_error":  # raised by a validator of ours, whose text is a whole sentence
-        where = path if isinstance(item["input"], Mapping) else f"{path} is {shown(item['input'])}"
+        where = path if isinstance(item["input"], Mapping) else f"{path} is {value}"
         return f"{where}: {context['error']}"
-    value = "not usable" if path in _SECRET else shown(item["input"])
     if kind not in _WANTED:
         return f"{path} is {value}: {item['msg']}"
     return f"{path} is {value}, it must be {_WANTED[kind].format(**context)}"

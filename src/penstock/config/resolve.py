@@ -1,4 +1,6 @@
-"""`EngineConfig` + model + device -> `RunConfig`. Every `auto` ends here, with its reason.
+"""`EngineConfig` + model + device -> `RunConfig`. Every `auto` about the engine ends here, with its
+reason. Those of text and HTTP end in `text/chat_format` and `server/api_servers`, and
+`generation_config` in `hub/generation_config`.
 
 Reads no file, no environment and no device; but for the seed, equal inputs give equal outputs.
 """
@@ -6,22 +8,25 @@ Reads no file, no environment and no device; but for the seed, equal inputs give
 import secrets
 from typing import TypeVar
 
-from penstock.config.run import Choice, RunConfig
+from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import EightBitSpec, ModelSpec, QuantSpec
+from penstock.types.model_spec import ModelSpec, QuantSpec, W8A8Spec
+from penstock.types.setting_choice import SettingChoice
 
 _HALVES = ("bfloat16", "float16")
 _GIB = 2**30
 _BF16_ARCH = 80  # first GPU generation with fast bfloat16
-_FP8_ARCH = 89  # first one with 8-bit floats
+_FP8_ARCH = 89  # first one with FP8
 _FP8 = "float8_e4m3fn"
 _GPU_ROWS, _CPU_ROWS = 2048, 64
 _GPU_TOKENS, _CPU_TOKENS = 8192, 2048
 _MAX_HOST_THREADS = 8
 _HOST_CACHE_PART = 8  # of host memory, for the cache of requests that had to leave it
+_TOKENS_PER_PLACE = 4096  # of the queue, in the mean
+_LONGEST_QUEUED = 4  # prompts as long as may be, at least
 _BACKENDS = ("reference", "sdpa", "triton")
 
 T = TypeVar("T")
@@ -32,12 +37,14 @@ class _Choices:
     """Writes down every decision on its way to the `RunConfig`."""
 
     def __init__(self) -> None:
-        self.made: list[Choice] = []
+        self.made: list[SettingChoice] = []
 
     def add(self, name: str, reasoned: Reasoned[T]) -> T:
         value, reason = reasoned
         shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        self.made.append(Choice(name=name, value=shown or "none", reason=reason))
+        if name.endswith("_bytes") and isinstance(value, int):
+            shown = f"{value / _GIB:.2f} GiB"
+        self.made.append(SettingChoice(name=name, value=shown or "none", reason=reason))
         return value
 
 
@@ -66,10 +73,15 @@ def resolve(
     kv_block = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
     kv_cpu_bytes = state_cpu_bytes = 0
     if kind == "cpu":
-        kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, device, kv_block))
+        kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, spec, device, kv_block))
         state_cpu_bytes = _cpu_states(spec, device, max_batch_size, dtype, tp_size)
-    pool_tokens = (kv_cpu_bytes // kv_block - 1) * kv.tokens_per_block if kind == "cpu" else None
-    max_seq_len = choices.add("max_seq_len", _max_seq_len(config, spec, pool_tokens))
+        pool_tokens = (kv_cpu_bytes // kv_block - 1) * kv.tokens_per_block
+        pool = pool_tokens, "what the cache holds; raise kv_cache_config.max_tokens"
+    else:
+        pool = _most_cached(spec, device, kv_dtype, tp_size), "what the memory of the GPU can cache"
+    max_seq_len = choices.add("max_seq_len", _max_seq_len(config, spec, pool))
+    partial_reuse = choices.add("partial_reuse", _partial_reuse(config))
+    max_queued_tokens = choices.add("max_queued_tokens", _queued_tokens(config, max_seq_len))
     return RunConfig(
         model=config.model,
         model_path=model_path,
@@ -82,23 +94,24 @@ def resolve(
         max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len,
         max_queued=config.max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
         chunked_prefill=config.enable_chunked_prefill,
         capacity_policy=config.scheduler_config.capacity_scheduler_policy,
         queue_policy=config.scheduler_config.waiting_queue_policy,
         depth=choices.add("depth", _depth(config, kind)),
         tokens_per_block=kv.tokens_per_block,
         block_reuse=kv.enable_block_reuse,
-        partial_reuse=kv.enable_block_reuse and kv.enable_partial_reuse,
+        partial_reuse=partial_reuse,
         kv_dtype=kv_dtype,
         kv_max_tokens=kv.max_tokens,
         kv_memory_fraction=kv.free_gpu_memory_fraction,
         kv_cpu_bytes=kv_cpu_bytes,
         state_interval=kv.mamba_state_cache_interval,
-        state_copy_share=kv.mamba_state_cache_fraction,
+        state_snapshot_share=kv.mamba_state_cache_fraction,
         state_cpu_bytes=state_cpu_bytes,
         host_cache_bytes=choices.add("host_cache_bytes", _host_cache(config, device, kind)),
         attention_backend=backend,
-        coarse_products=is_coarse,
+        reduced_precision_matmul=is_coarse,
         quantization=quantization,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
@@ -149,7 +162,7 @@ def _dtype(
     config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, is_coarse: bool
 ) -> Reasoned[str]:
     if is_coarse:
-        return "float32", f"products with 16 bits of their inputs, finer than {config.dtype}"
+        return "float32", f"GEMMs with 16 bits of their activations, finer than {config.dtype}"
     if config.dtype != "auto":
         return config.dtype, "set by dtype"
     if kind == "cpu":
@@ -164,10 +177,10 @@ def _quantization(
 ) -> str | None:
     """What is asked for, where checkpoint and device have it."""
     asked, found = config.quantization, spec.quantization
-    is_quantized = found is not None and (found.format is not None or found.codes is not None)
+    is_quantized = found is not None and (found.format is not None or found.weight_only is not None)
     if asked is not None and (is_quantized or model_path.endswith(".gguf")):
         raise ConfigError(
-            f"quantization is {asked}, but the checkpoint is quantised already; leave it out, or "
+            f"quantization is {asked}, but the checkpoint is quantized already; leave it out, or "
             "name the checkpoint that this one was made of"
         )
     if kind == "cuda" and (is_quantized or asked is not None):
@@ -178,7 +191,7 @@ def _quantization(
 def _check_numbers(asked: str | None, found: QuantSpec | None, device: DeviceInfo) -> None:
     """Refuse weights that no kernel for this GPU multiplies."""
     format = found.format if found is not None else None
-    is_fp8 = isinstance(format, EightBitSpec) and format.numbers == "e4m3"
+    is_fp8 = isinstance(format, W8A8Spec) and format.numbers == "e4m3"
     what = f"quantization {asked}" if asked else "the checkpoint"
     if is_fp8 or (asked or "").startswith("fp8"):
         needed = _FP8_ARCH
@@ -189,7 +202,7 @@ def _check_numbers(asked: str | None, found: QuantSpec | None, device: DeviceInf
         needed, works = _BF16_ARCH, "a plain checkpoint"
     if device.arch < needed:
         raise ConfigError(
-            f"{what} needs products that begin with sm_{needed}; this is sm_{device.arch}, where "
+            f"{what} needs GEMMs that begin with sm_{needed}; this is sm_{device.arch}, where "
             f"{works} works. On a CPU all of them do (device cpu)"
         )
 
@@ -223,8 +236,13 @@ def _kv_dtype(
         return dtype, "set by kv_cache_config.dtype"
     if made_for is None:
         return dtype, "the number format the model computes in"
+    if made_for != _FP8:
+        raise ConfigError(
+            f"the checkpoint is made for a KV cache in {made_for}, which is not supported; set "
+            f"kv_cache_config.dtype (--kv_cache_dtype) to fp8, int8 or {dtype}"
+        )
     if not has_fp8:
-        return dtype, f"sm_{device.arch} has no 8-bit floats, which the checkpoint is made for"
+        return dtype, f"sm_{device.arch} has no FP8, which the checkpoint is made for"
     return made_for, "the checkpoint is made for it"
 
 
@@ -308,6 +326,14 @@ def _step_limits(config: EngineConfig, kind: str, choices: _Choices) -> tuple[in
     )
 
 
+def _most_cached(spec: ModelSpec, device: DeviceInfo, dtype: str, tp_size: int) -> int:
+    """Tokens that a GPU with nothing else in it could cache. Tables by position and lists of blocks
+    are as long as a sequence may become, and some models have positions for millions of tokens."""
+    num_windows = sum(window is not None for window in spec.layer_windows)
+    share = (1 - num_windows / spec.num_layers) or 1.0  # layers of windows soon take no more
+    return int(device.total_bytes / (share * _cache_bytes_per_token(spec, dtype, tp_size)))
+
+
 def _cache_bytes_per_token(spec: ModelSpec, dtype: str, tp_size: int) -> int:
     layer: FullKV | LatentKV = FullKV(
         num_kv_heads=max(1, spec.num_kv_heads // tp_size), head_size=spec.head_size, dtype=dtype
@@ -331,7 +357,9 @@ def _cpu_states(
     return min(wanted, max(_GIB, device.total_bytes // 10))
 
 
-def _cpu_pool(config: EngineConfig, device: DeviceInfo, block_bytes: int) -> Reasoned[int]:
+def _cpu_pool(
+    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, block_bytes: int
+) -> Reasoned[int]:
     """Bytes of the cache on a CPU: modest, unless max_tokens or max_seq_len asks for more."""
     kv = config.kv_cache_config
     most = device.total_bytes // 2
@@ -349,23 +377,42 @@ def _cpu_pool(config: EngineConfig, device: DeviceInfo, block_bytes: int) -> Rea
             )
         return wanted, "set by kv_cache_config.max_tokens"
     default = max(min(_GIB, device.total_bytes // 10), pool(1))
-    if config.max_seq_len is not None and default < pool(config.max_seq_len) <= most:
-        return pool(config.max_seq_len), "room for one sequence of max_seq_len"
+    longest = min(config.max_seq_len or 0, spec.max_position)
+    if default < pool(longest) <= most:
+        return pool(longest), "room for one sequence of max_seq_len"
     return default, "1 GiB or a tenth of the memory, whichever is smaller"
 
 
-def _max_seq_len(config: EngineConfig, spec: ModelSpec, pool_tokens: int | None) -> Reasoned[int]:
-    """`pool_tokens`: what the cache holds, where that is known before the weights are loaded."""
+def _max_seq_len(config: EngineConfig, spec: ModelSpec, pool: Reasoned[int]) -> Reasoned[int]:
+    """`pool`: the most tokens that may be cached, as far as known before the weights are loaded."""
     length, reason = spec.max_position, "positions of the model"
     if config.max_seq_len is not None:
         if config.max_seq_len <= spec.max_position:
             length, reason = config.max_seq_len, "set by max_seq_len"
         else:
             reason = f"lowered from {config.max_seq_len} to the positions of the model"
-    if pool_tokens is not None and length > pool_tokens:
-        reason = f"lowered from {length} to what the cache holds; raise kv_cache_config.max_tokens"
-        length = pool_tokens
+    pool_tokens, what = pool
+    if length > pool_tokens:
+        length, reason = pool_tokens, f"lowered from {length} to {what}"
     return length, reason
+
+
+def _queued_tokens(config: EngineConfig, max_seq_len: int) -> Reasoned[int]:
+    if config.max_queued_tokens is not None:
+        return config.max_queued_tokens, "set by max_queued_tokens"
+    by_places = _TOKENS_PER_PLACE * config.max_queued_requests
+    if by_places < _LONGEST_QUEUED * max_seq_len:
+        return _LONGEST_QUEUED * max_seq_len, f"{_LONGEST_QUEUED} of max_seq_len"
+    return by_places, f"{_TOKENS_PER_PLACE} for each of max_queued_requests"
+
+
+def _partial_reuse(config: EngineConfig) -> Reasoned[bool]:
+    kv = config.kv_cache_config
+    if not (kv.enable_block_reuse and kv.enable_partial_reuse):
+        return False, "turned off by kv_cache_config"
+    if config.access_config.prefix_sharing == "open":
+        return False, "prefix_sharing is open: response times would tell single tokens"
+    return True, "kv_cache_config.enable_partial_reuse is on"
 
 
 def _host_cache(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[int]:

@@ -1,7 +1,10 @@
-"""`RunConfig`: what the run will be. Every `auto` is gone, nothing decides later. By `resolve`."""
+"""`RunConfig`: what the engine will run. Every `auto` about the engine is gone, nothing decides
+later. By `resolve`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from penstock.types.setting_choice import SettingChoice
 
 
 class CapacityPolicy(StrEnum):
@@ -17,15 +20,6 @@ class QueuePolicy(StrEnum):
 
     PRIORITY = "priority"  # larger request priority first, equal ones first come first served
     FCFS = "fcfs"  # first come first served, priorities are not looked at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A setting that was decided here, and why."""
-
-    name: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +50,17 @@ class RunConfig:
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
     quantization: str | None = None  # what the plain weights of a checkpoint become while loading
-    coarse_products: bool = False  # of packed weights on a CPU: with 16 bits of their inputs
+    reduced_precision_matmul: bool = (
+        False  # of packed weights on a CPU: with 16 bits of their inputs
+    )
     graph_token_sizes: tuple[int, ...] = ()  # of steps of prompts, ascending; empty: none
-    state_interval: int = 2048  # tokens between copies of a recurrent state
-    state_copy_share: float = 0.1  # of the cache's memory, for such copies
-    state_cpu_bytes: int = 0  # of states and copies on a CPU, beside kv_cpu_bytes
+    state_interval: int = 2048  # tokens between snapshots of a recurrent state
+    state_snapshot_share: float = 0.1  # of the cache's memory, for such snapshots
+    state_cpu_bytes: int = 0  # of states and snapshots on a CPU, beside kv_cpu_bytes
     host_cache_bytes: int = 0  # for the cache of preempted sequences
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
-    ep_size: int = 1  # sets of ranks that have other experts; the ranks of a set share each
+    ep_size: int = 1  # expert-parallel groups; the ranks of a group shard each expert
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
-    choices: tuple[Choice, ...] = ()
+    max_queued_tokens: int = 1 << 40  # of prompts, waiting or running
+    choices: tuple[SettingChoice, ...] = ()

@@ -15,24 +15,70 @@ from pydantic import (
 )
 
 from penstock import log
+from penstock.config.access import AccessConfig
 from penstock.config.base import StrictModel, setting
 from penstock.config.batching import SchedulerConfig
+from penstock.config.generation import GenerationOverrides
 from penstock.config.graphs import CudaGraphConfig
+from penstock.config.http import HttpConfig
 from penstock.config.kv_cache import KvCacheConfig
 from penstock.config.messages import explain
 from penstock.config.moe import MoeConfig
 from penstock.config.trtllm_fields import canonical, translate
 from penstock.errors import ConfigError
 
-DEFAULT_MODEL = "smollm2"  # of the catalogue: answers sensibly, small enough for any CPU
+DEFAULT_MODEL = "smollm2"  # of the catalog: answers sensibly, small enough for any CPU
 
 _logger = log.get(__name__)
 
+# Names of TensorRT-LLM and vLLM; `text/chat_format` says which are the same format.
 ReasoningParser = (
-    Literal["auto", "none", "think", "qwen3", "deepseek-r1", "deepseek_r1", "harmony", "gpt_oss"]
+    Literal[
+        "auto",
+        "none",
+        "think",
+        "qwen3",
+        "deepseek-r1",
+        "deepseek_r1",
+        "deepseek_v3",
+        "deepseek_v31",
+        "glm45",
+        "kimi_k2",
+        "kimi_k25",
+        "nano-v3",
+        "nemotron_v3",
+        "nemotron-v3",
+        "harmony",
+        "gpt_oss",
+        "openai_gptoss",
+    ]
     | None
 )
-ToolParser = Literal["auto", "none", "hermes", "qwen3", "harmony", "gpt_oss"] | None
+ToolParser = (
+    Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3",
+        "qwen3_coder",
+        "qwen3_xml",
+        "llama3_json",
+        "llama4_json",
+        "pythonic",
+        "llama4_pythonic",
+        "deepseek_v3",
+        "deepseek_v31",
+        "mistral",
+        "glm45",
+        "glm4",
+        "glm47",
+        "kimi_k2",
+        "harmony",
+        "gpt_oss",
+        "openai",
+    ]
+    | None
+)
 
 
 class EngineConfig(StrictModel):
@@ -54,7 +100,7 @@ class EngineConfig(StrictModel):
         max_length=4096,
     )
     skip_tokenizer_init: bool = setting(
-        False, "Load no tokenizer: prompts must be token ids, and so are the answers."
+        False, "Load no tokenizer: prompts must be token ids, and so are the outputs."
     )
     revision: str | None = setting(
         None,
@@ -66,11 +112,11 @@ class EngineConfig(StrictModel):
         "auto",
         "Number format of weights and activations. auto: the checkpoint's on a GPU, float32 on a "
         "CPU. Codes of a GGUF file are multiplied as they are on a CPU: there a format of 16 bits "
-        "means that products take 16 bits of their inputs, which is faster and still finer.",
+        "means that GEMMs take 16 bits of their activations, which is faster and still finer.",
     )
     quantization: Literal["fp8", "fp8_block", "int8", "nf4"] | None = setting(
         None,
-        "What the weights of a checkpoint that is not quantised become while they are loaded. fp8, "
+        "What the weights of a checkpoint that is not quantized become while they are loaded. fp8, "
         "int8: 8 bits with a scale per output, inputs of the same kind with one per token. "
         "fp8_block: a scale per 128 x 128 weights and per 128 inputs. nf4: 4 bits with a scale per "
         "64 weights, inputs as they are. null: nothing; what a checkpoint says of itself is used "
@@ -96,18 +142,34 @@ class EngineConfig(StrictModel):
     )
     reasoning_parser: ReasoningParser = setting(
         "auto",
-        "How thoughts are told from the answer of a chat: think (qwen3), deepseek-r1 (a missing "
-        "opening mark counts as given), harmony (gpt_oss). auto: as the chat template writes them. "
-        "none: they stay in the answer.",
+        "How reasoning is told from the content of a chat: think (the same as qwen3, deepseek_v3, "
+        "deepseek_v31, glm45, nano-v3, nemotron_v3), deepseek-r1 (a missing opening tag counts as "
+        "given), kimi_k2 (a tool call ends it, too), harmony (gpt_oss). auto: as the chat template "
+        "writes it. none: it stays in the content.",
     )
     tool_parser: ToolParser = setting(
         "auto",
-        "How tool calls are found in the answer of a chat: hermes (qwen3) or harmony (gpt_oss). "
-        "auto: as the chat template writes them. none: they stay in the answer.",
+        "How tool calls are found in a chat completion: hermes (qwen3), qwen3_coder (qwen3_xml), "
+        "llama3_json (llama4_json), pythonic (llama4_pythonic), deepseek_v3 (deepseek_v31), "
+        "mistral, glm45 (glm4, glm47), kimi_k2, harmony (gpt_oss, openai). auto: as the chat "
+        "template writes them. none: they stay in the content.",
+    )
+    generation_config: str = setting(
+        "auto",
+        "Where the sampling parameters come from that a request leaves out: temperature, top_p, "
+        "top_k, min_p, repetition_penalty, max_new_tokens (as max_tokens). auto: "
+        "generation_config.json of the model, or the catalog's values for a model of it. "
+        "vllm (trtllm means the same): neutral ones, temperature 1 and no cutoffs. Else a folder "
+        "with a generation_config.json. Stop ids always come from the model's own.",
+        min_length=1,
+        max_length=4096,
+    )
+    override_generation_config: GenerationOverrides = setting(
+        GenerationOverrides(), "Sampling parameters that replace those of generation_config."
     )
     seed: int | None = setting(
         None,
-        "Start value of dummy weights and of requests that bring no seed; drawn anew if not given.",
+        "Start value of dummy weights and of requests that bring no seed. null: drawn anew.",
         ge=0,
         le=2**63 - 1,
     )
@@ -144,14 +206,14 @@ class EngineConfig(StrictModel):
     )
     max_num_tokens: int | None = setting(
         None,
-        "Most tokens, of prompts and of answers, in one step. null: 8192 on a GPU, 2048 on a CPU, "
+        "Most tokens, of prompts and of outputs, in one step. null: 8192 on a GPU, 2048 on a CPU, "
         "and never less than max_batch_size.",
         ge=1,
         le=2**20,
     )
     max_seq_len: int | None = setting(
         None,
-        "Most tokens of one request, prompt and answer together. null: what the model was trained "
+        "Most tokens of one request, prompt and output together. null: what the model was trained "
         "for. More than that is lowered to it.",
         ge=2,
         le=2**27,
@@ -162,11 +224,19 @@ class EngineConfig(StrictModel):
         ge=1,
         le=2**20,
     )
+    max_queued_tokens: int | None = setting(
+        None,
+        "Most prompt tokens of all requests waiting or running, those of each sample counted; what "
+        "goes beyond is refused with status 429. null: 4096 for each of max_queued_requests, and "
+        "at least 4 times max_seq_len.",
+        ge=1,
+        le=2**40,
+    )
 
     # scheduling
     enable_chunked_prefill: bool = setting(
         True,
-        "Compute long prompts in pieces between the answers of others. Without it a prompt longer "
+        "Compute long prompts in chunks between the decodes of others. Without it a prompt longer "
         "than max_num_tokens is refused.",
     )
     scheduler_config: SchedulerConfig = setting(SchedulerConfig(), "Queue order and admission.")
@@ -205,6 +275,10 @@ class EngineConfig(StrictModel):
     # server
     host: str = setting("localhost", "Address to listen on.", min_length=1, max_length=255)
     port: int = setting(8000, "Port to listen on. 0: a free one.", ge=0, le=65535)
+    http_config: HttpConfig = setting(HttpConfig(), "Limits and time-outs of the HTTP server.")
+    access_config: AccessConfig = setting(
+        AccessConfig(), "API keys, and what each of them may have."
+    )
     num_postprocess_workers: int | None = setting(
         None,
         "Processes that serve HTTP on the port, each turning prompts into tokens and tokens into "

@@ -52,7 +52,7 @@ _NO_WAIT = "prompts are never held back to fill a step"
 _FP32_STATE = "recurrent states are float32"
 _NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
 _NO_DP = ignored("attention data parallelism is not there yet; attention is tensor parallel", False)
-_NO_SPECULATION = ignored("speculative decoding is not there yet; answers are the same without it")
+_NO_SPECULATION = ignored("speculative decoding is not there yet; tokens are the same without it")
 _NO_COMPILE = ignored("no model is run through torch.compile")
 _NO_LORA = "adapters are not there yet"
 _NO_TRANSFER = "prefill and decode in separate servers is not there yet"
@@ -194,7 +194,7 @@ _KERNELS = {
     "enable_autotuner": ignored("kernels are chosen automatically", True),
     "enable_min_latency": ignored("kernels are chosen automatically", False),
     "use_cute_dsl_*": ignored("kernels are chosen automatically", False),
-    "enable_layerwise_nvtx_marker": ignored("there are no profiler marks", False),
+    "enable_layerwise_nvtx_marker": ignored("there are no NVTX ranges", False),
     "layer_wise_benchmarks_config": ignored("layers are not timed one by one"),
     **_section(
         "sparse_attention_config", ignored("attention is dense, which is exact"), "algorithm"

@@ -1,7 +1,41 @@
-"""Turns the device's arrays of log-probabilities into the records a front end receives."""
+"""`TokenDelta`: what a step found for one sequence, as its API server receives it.
 
-from penstock.types.outputs import TokenLogprob
+Does not decide when a delta is due or how a request ends (`scheduler`).
+"""
+
+from penstock.core.plan_builder import Entry
+from penstock.core.sequence import Sequence
+from penstock.types.outputs import TokenDelta, TokenLogprob
+from penstock.types.request import FinishReason
 from penstock.types.step import LogprobRows
+
+
+def report(
+    seq: Sequence, prompt_logprobs: tuple[TokenLogprob, ...], reason: FinishReason | None
+) -> TokenDelta:
+    """All output that has not been reported yet."""
+    new_ids = tuple(seq.tokens[seq.num_prompt + seq.num_reported :].tolist())
+    is_first = seq.num_reported == 0
+    delta = TokenDelta(
+        request_id=seq.id,
+        token_ids=new_ids,
+        logprobs=tuple(seq.unreported_logprobs),
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=min(seq.num_cached, seq.num_prompt) if is_first else 0,
+        finish=reason,
+        stop_id=new_ids[-1] if reason is FinishReason.STOP else None,
+    )
+    seq.num_reported = seq.num_output
+    seq.unreported_logprobs.clear()
+    return delta
+
+
+def new_prompt_logprobs(entry: Entry, rows: LogprobRows) -> tuple[TokenLogprob, ...]:
+    """Without positions that were reported before; a preempted sequence computes them again."""
+    seq, found = entry.seq, logprob_tuple(rows)
+    new = found[max(0, seq.num_prompt_logprobs - entry.start) :]
+    seq.num_prompt_logprobs += len(new)
+    return new
 
 
 def logprob_tuple(rows: LogprobRows) -> tuple[TokenLogprob, ...]:

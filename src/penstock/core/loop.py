@@ -97,6 +97,8 @@ class EngineLoop:
             self._commit()
         else:  # nothing to do before a message comes, or a gate opens
             self._patience_ms = _GATE_WAIT_MS if self._scheduler.has_work else _IDLE_WAIT_MS
+            if self._iterations and not self._scheduler.has_work:
+                self._stats_due = self._clock()  # or an ended request would be told as running
         self._report()
 
     def _receive(self, timeout_ms: int) -> None:

@@ -1,4 +1,4 @@
-"""A `StepPlan` while it is being made: entries, rows that join, blocks that rows gain."""
+"""`PlanBuilder`: a `StepPlan` in the making: entries, rows that join, blocks that rows gain."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Entry(NamedTuple):  # made for every sequence and step, which a dataclass 
     """One sequence's part of a step, remembered until the step's result comes."""
 
     seq: Sequence
-    life: int
+    epoch: int
     rank: int
     row: int
     start: int
@@ -31,7 +31,7 @@ class Entry(NamedTuple):  # made for every sequence and step, which a dataclass 
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     step_id: int
     budgets: list[int]  # tokens left per rank
     copies: list[CopyBlock] = field(default_factory=list)  # in the order in which they are made
@@ -104,7 +104,7 @@ class Draft:
             (seq.rank, new.group, seq.row, new.index, new.block) for new in seq.holder.unsent()
         ]
         entries.append(
-            Entry(seq, seq.life, seq.rank, seq.row, start, num_tokens, num_logit_rows, max_kv_len)
+            Entry(seq, seq.epoch, seq.rank, seq.row, start, num_tokens, num_logit_rows, max_kv_len)
         )
 
     def to_plan(self) -> StepPlan:

@@ -1,8 +1,10 @@
-"""Queue order and admission: who is next, and how much cache must be free before it starts."""
+"""Admission: how much cache must be free before a sequence starts, and who leaves when it is short.
 
-from bisect import insort
+Who is next is decided by `queue`.
+"""
+
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,32 +13,13 @@ from penstock.core.kv.manager import KVManager, PrefixMatch
 from penstock.core.sequence import Sequence
 
 _SPARE_SHARE = 0.01  # of all blocks stay free for running sequences when one more is admitted
-_NUM_RECENT = 512  # answers
-_GUESSED_LENGTH = 1024  # of an answer, before any has ended
+_NUM_RECENT = 512  # outputs
+_GUESSED_LENGTH = 1024  # of an output, before any has ended
 _GUESS_COUNTS = 4
 
 
-class WaitingQueue:
-    """Waiting sequences, larger priority first, then first come first served."""
-
-    def __init__(self) -> None:
-        self._items: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(list(self._items))
-
-    def add(self, seq: Sequence) -> None:
-        insort(self._items, seq, key=lambda item: item.sort_key)
-
-    def remove(self, seq: Sequence) -> None:
-        self._items.remove(seq)
-
-
 class OutputLengths:
-    """How long recent answers became, and how long those under way will become by that."""
+    """How long recent outputs became, and how long those under way will become by that."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
@@ -47,7 +30,7 @@ class OutputLengths:
         self._sorted = None
 
     def left(self, seqs: list[Sequence]) -> np.ndarray:
-        """Tokens each will still write: the mean of those recent answers that were longer than what
+        """Tokens each will still write: the mean of those recent outputs that were longer than what
         it has written, and a guess that counts as a few of them."""
         if self._sorted is None:
             self._sorted = np.sort(np.fromiter(self._recent, np.float64))
@@ -73,8 +56,8 @@ def may_start(
 ) -> bool:
     """Whether `seq` may join `running`; steps in flight may write `num_overshoot` tokens more."""
     if policy is CapacityPolicy.GUARANTEED_NO_EVICT:
-        texts = [most_tokens(s, num_overshoot) for s in [*running, seq]]
-        return kv.could_hold(texts) and kv.fits(match, seq.num_tokens, 0)
+        lengths_at_end = [most_tokens(s, num_overshoot) for s in [*running, seq]]
+        return kv.could_hold(lengths_at_end) and kv.fits(match, seq.num_tokens, 0)
     if not running:  # alone, a sequence may take everything
         return kv.fits(match, seq.num_tokens, 0)
     # One block each for the running ones and a little more, so that admission does not cause the
@@ -83,15 +66,15 @@ def may_start(
         return False
     if policy is CapacityPolicy.MAX_UTILIZATION:
         return True
-    num_free = kv.num_free_tokens * (1 - _SPARE_SHARE) + kv.num_host_tokens
+    num_free = kv.num_free_tokens * (1 - _SPARE_SHARE) + kv.num_free_host_tokens
     return _growth(seq, match, running, lengths) <= num_free
 
 
 def _growth(
     seq: Sequence, match: PrefixMatch, running: list[Sequence], lengths: OutputLengths
 ) -> float:
-    """Tokens by which all texts together will have grown when they need most, if all run on at the
-    same pace and each gives its own back at its end."""
+    """Tokens by which all sequences together will have grown at the peak, if all run on at the same
+    pace and each gives its own back at its end."""
     left = lengths.left([*running, seq])
     own = np.array([s.num_tokens - s.num_shared for s in running] + [0.0])
     order = np.argsort(left)
@@ -104,3 +87,22 @@ def _growth(
 def most_tokens(seq: Sequence, num_overshoot: int) -> int:
     """What `seq` may ever write; its last token is never fed, so its cache is not needed."""
     return seq.num_prompt + seq.request.max_tokens - 1 + num_overshoot
+
+
+def makes_way(policy: CapacityPolicy, running: Iterable[Sequence]) -> Sequence | None:
+    """Who leaves for a tenant of which nothing runs: the least important one of the tenant that has
+    most running by its weight. So one that fills all rows for long delays another by a step. None
+    where each has one at most, or where nobody ever leaves: then it gets the next free row."""
+    if policy is CapacityPolicy.GUARANTEED_NO_EVICT:
+        return None
+    return max(
+        (seq for seq in running if seq.account.num_running > 1),
+        key=lambda seq: (seq.account.num_running / seq.account.weight, seq.sort_key),
+        default=None,
+    )
+
+
+def victim(candidates: Iterable[Sequence]) -> Sequence:
+    """Who leaves when the cache is short: of the tenant that was served most, the least important.
+    By arrival alone a tenant with many old requests would always win against one with a new one."""
+    return max(candidates, key=lambda seq: (seq.account.served, seq.sort_key))

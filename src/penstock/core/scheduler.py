@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from penstock.config.run import QueuePolicy, RunConfig
-from penstock.core.deltas import logprob_tuple
+from penstock.core.deltas import logprob_tuple, new_prompt_logprobs, report
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
-from penstock.core.plan import Draft, Entry
-from penstock.core.policy import OutputLengths, WaitingQueue, may_start, most_tokens
+from penstock.core.plan_builder import Entry, PlanBuilder
+from penstock.core.policy import OutputLengths, makes_way, may_start, most_tokens, victim
+from penstock.core.queue import WaitingQueue
 from penstock.core.sequence import Sequence, State
 from penstock.core.stop import finish_reason
 from penstock.types.outputs import TokenDelta, TokenLogprob
@@ -22,7 +23,6 @@ from penstock.types.stats import EngineCounters
 from penstock.types.step import (
     FROM_DEVICE,
     CopyBlock,
-    LogprobRows,
     Move,
     StepPlan,
     StepResult,
@@ -46,7 +46,7 @@ class Scheduler:
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
         self._tokens_per_decode = tokens_per_decode
-        # Steps in flight may write more than a sequence will keep, since they count as one token.
+        # Steps in flight may write more than a sequence will use, since they count as one token.
         self._overshoot = (tokens_per_decode - 1) * self._max_in_flight
         self._gates: list[Gate] = []
         self._waiting = WaitingQueue()
@@ -57,6 +57,9 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._next_step = 0
         self._late_copies: list[CopyBlock] = []
+        self._held_up: tuple[Sequence, bool] | None = (
+            None  # in the last plan; whether it lacks a row or blocks
+        )
         self._committed_step = -1
         self._num_arrived = 0
         counters.total_blocks = sum(kv.num_usable for kv in kvs)
@@ -87,7 +90,7 @@ class Scheduler:
         return self._close(seq, FinishReason.ABORT)
 
     def abort_client(self, client_id: int) -> list[TokenDelta | None]:
-        """End every request of a front end that is gone."""
+        """End every request of an API server that is gone."""
         return [self.abort(one) for one in list(self._by_id) if client_of(one) == client_id]
 
     def fail_all(self, message: str) -> list[TokenDelta]:
@@ -118,149 +121,168 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a step in flight has committed."""
         budgets = [self._config.max_num_tokens] * len(self._kvs)
-        draft = Draft(self._next_step, budgets, self._late_copies)
+        builder = PlanBuilder(self._next_step, budgets, self._late_copies)
         self._late_copies = []
-        self._plan_decodes(draft)
-        self._plan_chunks(draft)
-        self._admit(draft)
-        entries = draft.entries
+        is_due = self._make_way(builder)
+        self._plan_decodes(builder)
+        if is_due:
+            self._admit(builder)  # before prompts under way take all of the budget once more
+        self._plan_chunks(builder)
+        self._admit(builder)
+        entries = builder.entries
         if not entries:
-            self._late_copies = draft.copies  # of what was preempted
+            self._late_copies = builder.copies  # of what was preempted
             return None
         self._next_step += 1
-        self._in_flight.append((draft.step_id, entries))
+        self._in_flight.append((builder.step_id, entries))
         self._gauge()
-        return draft.to_plan()
+        return builder.to_plan()
 
-    def _plan_decodes(self, draft: Draft) -> None:
+    def _make_way(self, builder: PlanBuilder) -> bool:
+        """Whether somebody was next in the last plan and nothing of its tenant runs."""
+        held_up, self._held_up = self._held_up, None
+        if held_up is None:
+            return False
+        seq, lacks_room = held_up
+        if seq.state is not State.WAITING or seq.account.num_running:
+            return False
+        leaving = makes_way(self._config.capacity_policy, self._running) if lacks_room else None
+        if leaving is not None:
+            self._preempt(builder, leaving)
+        return True
+
+    def _plan_decodes(self, builder: PlanBuilder) -> None:
         num_tokens = self._tokens_per_decode
         for seq in list(self._running):
             if seq.state is not State.RUNNING or seq.is_prefilling or not seq.wants_tokens:
                 continue
-            if seq.num_in_flight >= self._max_in_flight or draft.budgets[seq.rank] < num_tokens:
+            if seq.num_in_flight >= self._max_in_flight or builder.budgets[seq.rank] < num_tokens:
                 continue
             max_kv_len = seq.num_tokens + (seq.num_pending + 1) * num_tokens - 1
-            if self._make_room(draft, seq, max_kv_len):
+            if self._make_room(builder, seq, max_kv_len):
                 if seq.num_tokens + seq.num_pending - 1 == seq.num_prefill:  # the first one
-                    self._before_step(draft, seq, seq.num_prefill)
-                draft.decode(seq, num_tokens, max_kv_len)
+                    self._before_step(builder, seq, seq.num_prefill)
+                builder.decode(seq, num_tokens, max_kv_len)
 
-    def _make_room(self, draft: Draft, seq: Sequence, max_kv_len: int) -> bool:
-        """Blocks for `seq` up to `max_kv_len`, if need be taken from less important sequences."""
+    def _make_room(self, builder: PlanBuilder, seq: Sequence, max_kv_len: int) -> bool:
+        """Blocks for `seq` up to `max_kv_len`, if need be taken from others (`policy.victim`)."""
         kv = self._kvs[seq.rank]
         assert seq.holder is not None
         if not kv.needs_blocks(seq.holder, max_kv_len):
             return True
-        if seq.rank in draft.blocked_ranks:
+        if seq.rank in builder.blocked_ranks:
             return False
         while kv.shortfall(seq.holder, max_kv_len) > 0:
-            victim = self._victim(draft, seq.rank)
-            self._preempt(draft, victim)
-            if victim is seq:
+            leaving = victim(s for s in self._running if s.rank == seq.rank and not builder.has(s))
+            self._preempt(builder, leaving)
+            if leaving is seq:
                 return False
         if kv.grow(seq.holder, max_kv_len):
             return True
         # The blocks exist but a step in flight may still write them. Nobody younger takes them.
-        draft.blocked_ranks.add(seq.rank)
+        builder.blocked_ranks.add(seq.rank)
         return False
 
-    def _victim(self, draft: Draft, rank: int) -> Sequence:
-        return next(s for s in reversed(self._running) if s.rank == rank and not draft.has(s))
-
-    def _preempt(self, draft: Draft, seq: Sequence) -> None:
+    def _preempt(self, builder: PlanBuilder, seq: Sequence) -> None:
         self._counters.preemptions += 1
-        kept = None
+        swapped = None
         if seq.has_prefilled and not seq.is_prefilling:
             assert seq.holder is not None
             # Its last token has not been fed, or by a step in flight whose result is void.
             kv = self._kvs[seq.rank]
-            kept, copies = kv.keep(seq.holder, seq.num_tokens - 1, draft.step_id)
-            draft.copy(seq.rank, copies)
-            self._counters.kept_blocks += len(copies)
+            swapped, copies = kv.swap_out(seq.holder, seq.num_tokens - 1, builder.step_id)
+            builder.copy(seq.rank, copies)
+            self._counters.swapped_out_blocks += len(copies)
         self._give_back(seq)
-        seq.preempt(kept)
+        seq.preempt(swapped)
         self._waiting.add(seq)
 
-    def _forget(self, seq: Sequence) -> None:
-        if seq.kept is not None:
-            self._kvs[seq.rank].forget(seq.kept)
-            seq.kept = None
+    def _drop_swapped(self, seq: Sequence) -> None:
+        if seq.swapped is not None:
+            self._kvs[seq.rank].drop_swapped(seq.swapped)
+            seq.swapped = None
 
-    def _plan_chunks(self, draft: Draft) -> None:
+    def _plan_chunks(self, builder: PlanBuilder) -> None:
         for seq in self._running:
-            if seq.is_prefilling and seq.num_in_flight < self._max_in_flight:
-                self._plan_chunk(draft, seq)
+            if not seq.is_prefilling or builder.has(seq):
+                continue
+            if seq.num_in_flight < self._max_in_flight:
+                self._plan_chunk(builder, seq)
 
-    def _chunk_size(self, draft: Draft, rank: int, start: int, num_left: int) -> int:
+    def _chunk_size(self, builder: PlanBuilder, rank: int, start: int, num_left: int) -> int:
         """How many of `num_left` tokens to prefill from `start` in this step; 0: not now."""
-        # A text that grew beyond the budget before it was preempted comes back in chunks anyway.
+        # One that grew beyond the budget before it was preempted comes back in chunks anyway.
         if not self._config.chunked_prefill and num_left <= self._config.max_num_tokens:
-            return num_left if num_left <= draft.budgets[rank] else 0
-        num_tokens = min(num_left, draft.budgets[rank])
+            return num_left if num_left <= builder.budgets[rank] else 0
+        num_tokens = min(num_left, builder.budgets[rank])
         return self._kvs[rank].chunk_limit(start, num_tokens, start + num_left)
 
-    def _plan_chunk(self, draft: Draft, seq: Sequence) -> None:
+    def _plan_chunk(self, builder: PlanBuilder, seq: Sequence) -> None:
         num_left = seq.num_prefill - seq.num_planned
-        num_tokens = self._chunk_size(draft, seq.rank, seq.num_planned, num_left)
+        num_tokens = self._chunk_size(builder, seq.rank, seq.num_planned, num_left)
         if num_tokens:
             assert seq.holder is not None
             has_room = self._kvs[seq.rank].grow(seq.holder, seq.num_planned + num_tokens)
             assert has_room, "what was not reserved at the start is never short"
-            self._before_step(draft, seq, seq.num_planned)
+            self._before_step(builder, seq, seq.num_planned)
             self._counters.prefill_chunks += 1
-            draft.prefill(seq, num_tokens)
+            builder.prefill(seq, num_tokens)
 
-    def _before_step(self, draft: Draft, seq: Sequence, num_computed: int) -> None:
+    def _before_step(self, builder: PlanBuilder, seq: Sequence, num_computed: int) -> None:
         assert seq.holder is not None
-        text = seq.tokens[: seq.num_prefill]
+        tokens = seq.tokens[: seq.num_prefill]
         kv = self._kvs[seq.rank]
-        draft.copy(seq.rank, kv.before_step(seq.holder, text, num_computed, draft.step_id))
+        builder.copy(seq.rank, kv.before_step(seq.holder, tokens, num_computed, builder.step_id))
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, builder: PlanBuilder) -> None:
         for seq in self._waiting:
             ranks = [
                 rank
                 for rank, rows in enumerate(self._free_rows)
-                if rows and draft.budgets[rank] > 0 and rank not in draft.blocked_ranks
+                if rows and builder.budgets[rank] > 0 and rank not in builder.blocked_ranks
             ]
             if not ranks:
+                self._held_up = seq, not any(self._free_rows)
                 return
             if not all(gate.ready(seq.request) for gate in self._gates):
                 continue
             rank = max(ranks, key=lambda r: len(self._free_rows[r]))
-            if seq.kept is not None and seq.rank in ranks:
+            if seq.swapped is not None and seq.rank in ranks:
                 rank = seq.rank
-            if not self._start(draft, seq, rank):
-                return  # first come first served: nobody overtakes a request that waits for room
-            self._plan_chunk(draft, seq)
+            if not self._start(builder, seq, rank):
+                return  # nobody overtakes a request that waits for room
+            self._plan_chunk(builder, seq)
 
-    def _start(self, draft: Draft, seq: Sequence, rank: int) -> bool:
+    def _start(self, builder: PlanBuilder, seq: Sequence, rank: int) -> bool:
         kv = self._kvs[rank]
         # Prompt log-probabilities need every position computed; otherwise one token must be left.
         needs_all = seq.request.sampling.prompt_logprobs is not None and not seq.has_prefilled
         match = kv.match(seq.request.cache_keys, seq.tokens, 0 if needs_all else seq.num_tokens - 1)
-        kept = seq.kept if rank == seq.rank else None
-        if kept is not None and self._committed_step < kept.step < draft.step_id:
-            return False  # a step in flight that fails has not kept it
-        num_cached = max(match.num_tokens, kept.num_tokens if kept is not None else 0)
-        if not self._chunk_size(draft, rank, num_cached, seq.num_tokens - num_cached):
+        swapped = seq.swapped if rank == seq.rank else None
+        if swapped is not None and self._committed_step < swapped.step < builder.step_id:
+            return False  # if the step in flight fails, its blocks were not swapped out
+        num_cached = max(match.num_tokens, swapped.num_tokens if swapped is not None else 0)
+        if not self._chunk_size(builder, rank, num_cached, seq.num_tokens - num_cached):
             return False
         peers = [s for s in self._running if s.rank == rank]
         policy = self._config.capacity_policy
         if not may_start(policy, kv, seq, match, peers, self._lengths, self._overshoot):
+            self._held_up = seq, True
             return False
-        holder, copies = kv.open(match, seq.num_tokens, kept)
-        self._forget(seq)
+        holder, copies = kv.open(match, seq.num_tokens, swapped)
+        self._drop_swapped(seq)
         self._waiting.remove(seq)
         seq.start(rank, self._free_rows[rank].pop(), holder, match.num_tokens, num_cached)
         self._running.append(seq)
+        seq.account.num_running += 1
         self._running.sort(key=lambda s: s.sort_key)
-        if seq.life == 0:
+        if seq.epoch == 0:
             seq.num_cached = match.num_tokens
+            seq.account.num_tokens += seq.num_tokens - match.num_tokens
             self._counters.prefix_query_tokens += seq.num_tokens
             self._counters.prefix_hit_tokens += match.num_tokens
-        self._counters.fetched_blocks += sum(copy.move is Move.IN for copy in copies)
-        draft.join(seq, num_cached, copies)
+        self._counters.swapped_in_blocks += sum(copy.move is Move.SWAP_IN for copy in copies)
+        builder.join(seq, num_cached, copies)
         return True
 
     # Up: one result
@@ -271,16 +293,16 @@ class Scheduler:
         assert result.step_id == step_id, (result.step_id, step_id)
         deltas: list[TokenDelta] = []
         if result.error is not None:
-            for seq in self._waiting:  # what the step should have kept of them may be missing
-                self._forget(seq)
+            for seq in self._waiting:  # the step may not have swapped out their blocks
+                self._drop_swapped(seq)
         # As lists at once: one number out of an array takes as long as the rest of an entry.
         tokens, numbers = result.token_ids.tolist(), result.num_accepted.tolist()
         for i, entry in enumerate(entries):
             seq = entry.seq
-            if seq.state is not State.RUNNING or seq.life != entry.life:
+            if seq.state is not State.RUNNING or seq.epoch != entry.epoch:
                 continue
-            if result.error is not None:
-                deltas.append(self._fail(seq, result.error))
+            if why := result.error or result.failures.get(i):
+                deltas.append(self._fail(seq, why))
             elif delta := self._commit_entry(entry, i, tokens[i][: numbers[i]], result):
                 deltas.append(delta)
         self._committed_step = step_id
@@ -299,7 +321,7 @@ class Scheduler:
             self._counters.prompt_tokens += entry.num_tokens
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if i in result.prompt_logprobs:
-            prompt_logprobs = self._new_prompt_logprobs(entry, result.prompt_logprobs[i])
+            prompt_logprobs = new_prompt_logprobs(entry, result.prompt_logprobs[i])
         if not entry.num_logit_rows:
             self._index(seq, entry.start + entry.num_tokens)
             if not prompt_logprobs:
@@ -315,44 +337,16 @@ class Scheduler:
         if i in result.logprobs:
             seq.unreported_logprobs += logprob_tuple(result.logprobs[i])[:num_new]
         self._counters.generated_tokens += num_new
+        seq.account.num_tokens += num_new
         seq.has_prefilled = True
         self._index(seq, seq.num_tokens - 1)
         if reason is None and not seq.is_report_due and not prompt_logprobs:
             return None
-        delta = self._report(seq, prompt_logprobs, reason)
+        delta = report(seq, prompt_logprobs, reason)
         if reason is not None:
             self._counters.finished += 1
             self._lengths.add(seq.num_output)
             self._close(seq, reason)
-        return delta
-
-    def _new_prompt_logprobs(self, entry: Entry, rows: LogprobRows) -> tuple[TokenLogprob, ...]:
-        """A preempted sequence computes positions again that were already reported."""
-        seq, found = entry.seq, logprob_tuple(rows)
-        new = found[max(0, seq.num_prompt_logprobs - entry.start) :]
-        seq.num_prompt_logprobs += len(new)
-        return new
-
-    def _report(
-        self,
-        seq: Sequence,
-        prompt_logprobs: tuple[TokenLogprob, ...],
-        reason: FinishReason | None,
-    ) -> TokenDelta:
-        """All output that has not been reported yet."""
-        new_ids = tuple(seq.tokens[seq.num_prompt + seq.num_reported :].tolist())
-        is_first = seq.num_reported == 0
-        delta = TokenDelta(
-            request_id=seq.id,
-            token_ids=new_ids,
-            logprobs=tuple(seq.unreported_logprobs),
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=min(seq.num_cached, seq.num_prompt) if is_first else 0,
-            finish=reason,
-            stop_id=new_ids[-1] if reason is FinishReason.STOP else None,
-        )
-        seq.num_reported = seq.num_output
-        seq.unreported_logprobs.clear()
         return delta
 
     def _index(self, seq: Sequence, num_computed: int) -> None:
@@ -368,7 +362,7 @@ class Scheduler:
 
     def _close(self, seq: Sequence, reason: FinishReason) -> TokenDelta:
         if seq.state is State.WAITING:
-            self._forget(seq)
+            self._drop_swapped(seq)
             self._waiting.remove(seq)
         else:
             self._give_back(seq)
@@ -384,6 +378,7 @@ class Scheduler:
         self._kvs[seq.rank].release(self._committed_step)
         self._free_rows[seq.rank].append(seq.row)
         self._running.remove(seq)
+        seq.account.num_running -= 1
 
     def _gauge(self) -> None:
         counters = self._counters

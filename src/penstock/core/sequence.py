@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from penstock.core.kv.manager import Holder, Kept
+from penstock.core.kv.manager import Holder, SwappedOut
 from penstock.core.kv.prefix_index import Tokens
 from penstock.types.outputs import TokenLogprob
 from penstock.types.request import Request
@@ -26,31 +26,48 @@ _EDGES = {
 }
 
 
+class Account:
+    """The tokens that one tenant was served, computed for its prompts and written."""
+
+    __slots__ = ("num_running", "num_tokens", "weight")
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight = weight
+        self.num_tokens = 0.0
+        self.num_running = 0  # sequences
+
+    @property
+    def served(self) -> float:
+        """By weight: equal for tenants that had their shares."""
+        return self.num_tokens / self.weight
+
+
 class Sequence:
     def __init__(self, request: Request, sort_key: tuple[int, int]) -> None:
         self.request = request
         self.sort_key = sort_key  # smaller is more important
+        self.account = Account()  # its tenant's, once it waits
         self.state = State.WAITING
-        self.life = 0  # grows with each preemption; results of an earlier life are dropped
+        self.epoch = 0  # one more with each preemption; results of an earlier epoch are dropped
         self.num_prompt = len(request.prompt_ids)
         self.num_tokens = self.num_prompt  # prompt and committed output
-        self._tokens = np.array(request.prompt_ids, np.int32)
+        self._tokens: Tokens = request.prompt_ids  # full, so `append` writes to another array
         # While running:
         self.rank = 0
         self.row = -1
         self.holder: Holder | None = None
         self.num_shared = 0  # tokens taken over from the cache, maybe others' too
-        self.num_prefill = 0  # tokens this life must compute or take over before it decodes
+        self.num_prefill = 0  # tokens this epoch must compute or take over before it decodes
         self.num_planned = 0  # of these, how many have been planned
         self.num_pending = 0  # planned steps in flight that will each bring at least one token
         self.num_in_flight = 0  # all planned steps in flight
         self.last_step = -1  # the newest step that may write its blocks
-        self.num_cached = 0  # prompt tokens taken over from the cache in the first life
+        self.num_cached = 0  # prompt tokens taken over from the cache in the first epoch
         self.num_prompt_logprobs = 0  # positions whose prompt log-probabilities were reported
         self.num_reported = 0  # output tokens that were sent in deltas
         self.unreported_logprobs: list[TokenLogprob] = []
         self.has_prefilled = False  # its prompt was computed and committed at least once
-        self.kept: Kept | None = None  # of its last life, on the rank it had
+        self.swapped: SwappedOut | None = None  # of its last epoch, on the rank it had
 
     @property
     def id(self) -> int:
@@ -66,7 +83,7 @@ class Sequence:
 
     @property
     def is_report_due(self) -> bool:
-        every = self.request.report_every
+        every = self.request.stream_interval
         return self.num_reported == 0 or self.num_output // every > self.num_reported // every
 
     @property
@@ -84,12 +101,12 @@ class Sequence:
         self.num_prefill = self.num_tokens
         self.num_shared, self.num_planned = num_shared, num_cached
 
-    def preempt(self, kept: Kept | None) -> None:
-        """Back to waiting; it will compute what is not kept again and results in flight are
+    def preempt(self, swapped: SwappedOut | None) -> None:
+        """Back to waiting. What was not swapped out is computed again; results in flight are
         void."""
         self._move(State.WAITING)
-        self.life += 1
-        self.kept = kept
+        self.epoch += 1
+        self.swapped = swapped
         self._leave()
 
     def finish(self) -> None:

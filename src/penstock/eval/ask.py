@@ -15,7 +15,7 @@ from penstock.api.llm import LLM
 from penstock.config.schema import EngineConfig
 from penstock.errors import BackendError
 from penstock.eval.likelihood import Chance, Weighed
-from penstock.eval.task import Answer, Example, answer_of_message, answer_of_output
+from penstock.eval.task import Example, Response, response_of_message, response_of_output
 from penstock.types.request import ChatOptions
 from penstock.types.sampling import SamplingParams
 
@@ -38,7 +38,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self._llm.shutdown()
 
-    def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Answer]:
+    def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Response]:
         """All of them chats, or all texts to go on with."""
         params = [
             SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=example.stop)
@@ -47,14 +47,14 @@ class Engine:
         if examples[0].prompt:
             outputs = self._llm.generate([example.prompt for example in examples], params)
             assert isinstance(outputs, list)
-            return [Answer(output.outputs[0].text) for output in outputs]
+            return [Response(output.outputs[0].text) for output in outputs]
         options = [
             ChatOptions(template_kwargs=example.template_kwargs, tools=example.tools)
             for example in examples
         ]
         outputs = self._llm.chat([example.messages for example in examples], params, options)
         assert isinstance(outputs, list)
-        return [answer_of_output(output.outputs[0]) for output in outputs]
+        return [response_of_output(output.outputs[0]) for output in outputs]
 
     def chances(self, asked: Sequence[Weighed]) -> list[list[Chance]]:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -89,7 +89,7 @@ class Endpoint:
         )
         self.model = model or self._first_model()
 
-    def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Answer]:
+    def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Response]:
         return self._each(lambda example: self._ask(example, max_tokens), examples)
 
     def chances(self, asked: Sequence[Weighed]) -> list[list[Chance]]:
@@ -119,7 +119,7 @@ class Endpoint:
         except (LookupError, TypeError):
             raise ServerError(f"{self._url} lists no model; name one with --model") from None
 
-    def _ask(self, example: Example, max_tokens: int) -> Answer:
+    def _ask(self, example: Example, max_tokens: int) -> Response:
         body: dict[str, Any] = {
             "model": self.model,
             "temperature": 0.0,
@@ -129,7 +129,7 @@ class Endpoint:
             body["stop"] = example.stop
         if example.prompt:
             reply = self._send("POST", "/completions", body | {"prompt": example.prompt})
-            return Answer(str(self._found(reply, "choices", 0, "text")))
+            return Response(str(self._found(reply, "choices", 0, "text")))
         body["messages"] = example.messages
         if example.tools:
             body["tools"] = example.tools
@@ -137,7 +137,7 @@ class Endpoint:
             body["chat_template_kwargs"] = example.template_kwargs
         reply = self._send("POST", "/chat/completions", body)
         try:
-            return answer_of_message(self._found(reply, "choices", 0, "message"))
+            return response_of_message(self._found(reply, "choices", 0, "message"))
         except (LookupError, TypeError, AttributeError):
             raise ServerError(f"{self._url} sent a reply without a message: {reply}") from None
 

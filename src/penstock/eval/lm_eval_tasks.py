@@ -109,9 +109,9 @@ class _Model(TemplateLM):
             examples.append(self._example(context, asked.get("until") or ()))
         said = [""] * len(requests)
         for max_tokens, places in by_limit.items():
-            answers = self._asker.ask([examples[i] for i in places], max_tokens)
-            for i, answer in zip(places, answers, strict=True):
-                said[i] = answer.content
+            responses = self._asker.ask([examples[i] for i in places], max_tokens)
+            for i, response in zip(places, responses, strict=True):
+                said[i] = response.content
         return said
 
     def loglikelihood_rolling(

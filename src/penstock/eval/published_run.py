@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from penstock.eval.likelihood import Chance, Choices, Encode, Weighed, total, weighed, windows
 from penstock.eval.published import Chosen, Continued, Published, Written, pick
 from penstock.eval.table import Score, share
-from penstock.eval.task import Answer, Example, first_of_each_group
+from penstock.eval.task import Example, Response, first_of_each_group
 
 MAX_WINDOW = 1024  # tokens weighed at a time where --max_input_len is not given
 
@@ -18,7 +18,7 @@ MAX_WINDOW = 1024  # tokens weighed at a time where --max_input_len is not given
 class Asker(Protocol):
     """A model that answers and weighs: an engine of our own, or a server."""
 
-    def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Answer]: ...
+    def ask(self, examples: Sequence[Example], max_tokens: int) -> list[Response]: ...
 
     def chances(self, asked: Sequence[Weighed]) -> list[list[Chance]]:
         """Of every id that is to be weighed."""
@@ -43,25 +43,32 @@ class Results:
     examples: Sequence[dict[str, Any]]  # each with what was asked, said and scored
 
 
-def run_task(
-    name: str, task: Published, options: RunOptions, asker: Asker, encode: Callable[[], Encode]
-) -> Results:
-    """`encode` loads the tokenizer; only what is weighed needs it."""
+Run = Callable[[Asker, Callable[[], Encode]], Results]
+"""Asks a model. The second argument loads the tokenizer; only what is weighed needs it."""
+
+
+def prepare(name: str, task: Published, options: RunOptions) -> Run:
+    """Reads what will be asked: a file that is missing is told before a model is loaded."""
+    for path in filter(None, (options.data, options.shots)):
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or folder")
     data = pick(options.data, task.file_names)
     if data is None:
         raise ConfigError(f"{options.data} has none of {', '.join(task.file_names)}")
     if isinstance(task, Continued):
-        return _continued(name, task.version, task.read(data), options, asker, encode())
+        text = task.read(data)
+        return lambda asker, encode: _continued(name, task.version, text, options, asker, encode())
     num_fewshot = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
     shots = options.shots or (pick(options.data, task.shot_names) if task.shot_names else None)
     if shots == data:  # a file was named, not a folder
         shots = pick(data.parent, task.shot_names)
     if isinstance(task, Written):
-        return _written(
-            name, task, task.read(data, shots, num_fewshot), num_fewshot, options, asker
-        )
+        examples = task.read(data, shots, num_fewshot)
+        return lambda asker, encode: _written(name, task, examples, num_fewshot, options, asker)
     questions = task.read(data, shots, num_fewshot)
-    return _chosen(name, task, questions, num_fewshot, options, asker, encode())
+    return lambda asker, encode: _chosen(
+        name, task, questions, num_fewshot, options, asker, encode()
+    )
 
 
 def _written(
@@ -73,9 +80,9 @@ def _written(
     asker: Asker,
 ) -> Results:
     asked = [_as_chat(example, options) for example in examples[: options.limit]]
-    answers = asker.ask(asked, options.max_tokens or task.max_tokens)
+    responses = asker.ask(asked, options.max_tokens or task.max_tokens)
     found = {
-        filter: [_is_right(task, pick_out, *pair) for pair in zip(asked, answers, strict=True)]
+        filter: [_is_right(task, pick_out, *pair) for pair in zip(asked, responses, strict=True)]
         for filter, pick_out in task.filters.items()
     }
     scores = [
@@ -86,10 +93,10 @@ def _written(
         {
             "asked": example.prompt or example.messages,
             "expected": example.expected,
-            "said": answer.content,
+            "said": response.content,
             **{filter: right[i] for filter, right in found.items()},
         }
-        for i, (example, answer) in enumerate(zip(asked, answers, strict=True))
+        for i, (example, response) in enumerate(zip(asked, responses, strict=True))
     ]
     return Results(scores, shown)
 
@@ -105,9 +112,9 @@ def _as_chat(example: Example, options: RunOptions) -> Example:
 
 
 def _is_right(
-    task: Written, pick_out: Callable[[str], str | None], example: Example, answer: Answer
+    task: Written, pick_out: Callable[[str], str | None], example: Example, response: Response
 ) -> bool:
-    said = pick_out(answer.content)
+    said = pick_out(response.content)
     return said is not None and task.is_equal(said, example.expected)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.table import Table
 
-from penstock.eval.task import Answer, Example, Task
+from penstock.eval.task import Example, Response, Task
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     example: Example
-    answer: Answer
+    response: Response
     is_right: bool
 
 
@@ -27,10 +27,10 @@ class Score:
         return self.num_right / self.num_examples
 
 
-def judge(task: Task, examples: Sequence[Example], answers: Sequence[Answer]) -> list[Verdict]:
+def judge(task: Task, examples: Sequence[Example], responses: Sequence[Response]) -> list[Verdict]:
     return [
-        Verdict(example, answer, task.is_right(example, answer))
-        for example, answer in zip(examples, answers, strict=True)
+        Verdict(example, response, task.is_right(example, response))
+        for example, response in zip(examples, responses, strict=True)
     ]
 
 
@@ -68,7 +68,7 @@ def as_json(task: str, model: str, verdicts: Sequence[Verdict]) -> dict[str, Any
                 "messages": verdict.example.messages,
                 "expected": verdict.example.expected,
                 "rule": verdict.example.rule,
-                "answer": asdict(verdict.answer),
+                "answer": asdict(verdict.response),
                 "is_right": verdict.is_right,
             }
             for verdict in verdicts
@@ -86,15 +86,15 @@ def failures(verdicts: Sequence[Verdict], num_per_group: int) -> str:
             lines += [
                 f"{group} ({verdict.example.rule}): {asked!r}",
                 f"  expected {verdict.example.expected!r}",
-                f"  said     {_shown(verdict.answer)}",
+                f"  said     {_shown(verdict.response)}",
             ]
     return "\n".join(lines)
 
 
-def _shown(answer: Answer) -> str:
-    parts = [repr(answer.content)]
-    parts += [f"thought {answer.reasoning!r}"] if answer.reasoning else []
-    parts += [f"called {json.dumps(call)}" for call in answer.calls]
+def _shown(response: Response) -> str:
+    parts = [repr(response.content)]
+    parts += [f"thought {response.reasoning!r}"] if response.reasoning else []
+    parts += [f"called {json.dumps(call)}" for call in response.calls]
     return ", ".join(parts)
 
 

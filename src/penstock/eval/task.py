@@ -49,7 +49,7 @@ def first_of_each_group(examples: Sequence[_G], limit: int | None) -> list[_G]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """What a model said: apart from it what it thought, and the tools it called."""
 
     content: str
@@ -62,34 +62,34 @@ class Task:
     file_name: str  # where a checkpoint folder keeps the task's examples
     max_tokens: int
     read: Callable[[Path], list[Example]]
-    is_right: Callable[[Example, Answer], bool]
+    is_right: Callable[[Example, Response], bool]
 
 
-def answer_of_text(text: str) -> Answer:
+def response_of_text(text: str) -> Response:
     """A whole turn as the model wrote it, with <think> and <tool_call> marks."""
     before, closing, after = text.partition("</think>")
     thought, said = (before.partition("<think>")[2], after) if closing else ("", text)
     calls = tuple(_call(parsed(call)) for call in _CALL.findall(said))
-    return Answer(_CALL.sub("", said).strip(), thought.strip(), calls)
+    return Response(_CALL.sub("", said).strip(), thought.strip(), calls)
 
 
-def answer_of_output(output: CompletionOutput) -> Answer:
+def response_of_output(output: CompletionOutput) -> Response:
     """A sample of `LLM.chat`, which takes the marks out that it knows of."""
     calls = tuple(
         {"name": call.name, "arguments": parsed(call.arguments)} for call in output.tool_calls
     )
-    return Answer(output.text.strip(), output.reasoning.strip(), calls)
+    return Response(output.text.strip(), output.reasoning.strip(), calls)
 
 
-def answer_of_message(message: Mapping[str, Any]) -> Answer:
+def response_of_message(message: Mapping[str, Any]) -> Response:
     """A message of a chat completion, whether or not the server has taken the marks out."""
-    answer = answer_of_text(message.get("content") or "")
+    response = response_of_text(message.get("content") or "")
     if thought := message.get("reasoning_content") or message.get("reasoning"):
-        answer = replace(answer, reasoning=thought.strip())
+        response = replace(response, reasoning=thought.strip())
     if calls := message.get("tool_calls"):
         functions = [_call(call["function"]) for call in calls]
-        answer = replace(answer, calls=tuple(functions))
-    return answer
+        response = replace(response, calls=tuple(functions))
+    return response
 
 
 def _call(call: Any) -> Mapping[str, Any]:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 
 from penstock import log
-from penstock.errors import BackendError, CapacityError, WorkerDied
+from penstock.errors import BackendError, WorkerDied
+from penstock.frontend.capacity import Capacity, Holdings
 from penstock.ipc.address import address
 from penstock.ipc.channel import AsyncReceiver, ChannelFull, Sender
 from penstock.ipc.messages import (
@@ -38,18 +39,28 @@ _log = log.get(__name__)
 SILENCE_LIMIT_S = 60.0
 # A dying engine's last messages are still on their way when its process has ended.
 _LAST_WORDS_S = 0.3
+_MAX_AT_ONCE = 4  # messages in a turn of the event loop
 
 Sink = Callable[[TokenDelta], None]
 
 
-class _Link:
+class _EngineLink:
     """One engine as the client sees it."""
 
-    def __init__(self, engine: str, own: str, max_stats_len: int, loop: asyncio.AbstractEventLoop):
+    def __init__(
+        self,
+        engine: str,
+        own: str,
+        max_stats_len: int,
+        loop: asyncio.AbstractEventLoop,
+        holdings: Holdings,
+    ) -> None:
         self.sender = Sender(engine)
         self.receiver = AsyncReceiver(own, ToClient)
         self.ready: asyncio.Future[EngineInfo] = loop.create_future()
         self.sinks: dict[int, Sink] = {}  # of every open request
+        self._holdings = holdings
+        self._held: dict[int, tuple[int, int]] = {}  # their tenants and prompt tokens
         self.counters = EngineCounters()
         self.iterations: deque[IterationStats] = deque(maxlen=max_stats_len)
         self.last_heard = 0.0
@@ -60,12 +71,21 @@ class _Link:
     def is_up(self) -> bool:
         return self.failure is None and self.ready.done() and not self.ready.cancelled()
 
+    def open(self, requests: Sequence[Request], sink: Sink) -> None:
+        for request in requests:
+            self.sinks[request.id] = sink
+            self._held[request.id] = request.tenant, len(request.prompt_ids)
+            self._holdings.change(request.tenant, 1, len(request.prompt_ids))
+
     def deliver(self, delta: TokenDelta) -> None:
         """To its sink; news of a request that has already ended is dropped."""
         if delta.finish is None:
             sink = self.sinks.get(delta.request_id)
         else:
             sink = self.sinks.pop(delta.request_id, None)
+            if sink is not None:
+                tenant, num_tokens = self._held.pop(delta.request_id)
+                self._holdings.change(tenant, -1, -num_tokens)
         if sink is not None:
             sink(delta)
 
@@ -86,8 +106,7 @@ class _Link:
 class EngineClient:
     """Must be made inside the running event loop it will be used in.
 
-    Where several front ends share the engines, `open_elsewhere` is the number of requests that the
-    others hold and `tell_open` tells them ours: the bound on open requests is one for all.
+    `capacity` bounds what may be open, one bound for all API servers that share the engines.
     """
 
     def __init__(
@@ -97,20 +116,24 @@ class EngineClient:
         *,
         client_id: int = 1,
         max_stats_len: int = 1000,
-        open_elsewhere: Callable[[], int] = lambda: 0,
-        tell_open: Callable[[int], None] = lambda num_open: None,
+        capacity: Capacity | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._client_id = client_id
         self._serial = itertools.count()
-        self._open_elsewhere = open_elsewhere
-        self._tell_open = tell_open
+        self.capacity = Capacity() if capacity is None else capacity
         self._silence_limit_s = silence_limit_s
         self._clock = clock
         self._links = [
-            _Link(engine, address(socket_folder, "client"), max_stats_len, self._loop)
+            _EngineLink(
+                engine,
+                address(socket_folder, "client"),
+                max_stats_len,
+                self._loop,
+                self.capacity.holdings,
+            )
             for engine in engines
         ]
 
@@ -172,13 +195,11 @@ class EngineClient:
 
         `sink` is called in the loop with each of their deltas as it arrives, and must not raise.
         """
-        link = self._pick(len(requests))
+        link = self._pick(requests)
         link.sender.send(Submit(requests=tuple(requests)))
         if not link.sinks:
             link.last_heard = self._clock()  # an idle engine need not have said anything
-        for request in requests:
-            link.sinks[request.id] = sink
-        self._tell_open(self.num_open)
+        link.open(requests, sink)
 
     def abort(self, ids: Iterable[int]) -> None:
         """End these requests now; unknown and ended ones are ignored."""
@@ -192,7 +213,6 @@ class EngineClient:
                 link.sender.send(Abort(request_ids=tuple(mine)))
             except ChannelFull as error:
                 _log.warning("abort of %d requests: %s", len(mine), error)
-        self._tell_open(self.num_open)
 
     def engine_died(self, index: int, message: str) -> None:
         """From any thread: engine `index` has ended by itself."""
@@ -205,6 +225,11 @@ class EngineClient:
             self._loop.call_soon_threadsafe(fail_after_last_words)
         except RuntimeError:  # the loop is closed: nobody is left to be told
             _log.warning("%s", message)
+
+    def end_all(self, reason: str) -> None:
+        """End every open request with this error, and take no more."""
+        for link in self._links:
+            link.fail(reason, BackendError)
 
     async def close(self) -> None:
         """End every open request and let go of the sockets."""
@@ -220,36 +245,36 @@ class EngineClient:
             link.sender.close()
             link.receiver.close()
 
-    def _pick(self, num_requests: int) -> _Link:
+    def _pick(self, requests: Sequence[Request]) -> _EngineLink:
         up = [link for link in self._links if link.is_up]
         if not up:
             raise WorkerDied(self._links[0].failure or "the engine is not ready yet")
-        max_queued = self.info.max_queued * len(up)
-        num_open = self.num_open + self._open_elsewhere()
-        if num_open + num_requests > max_queued:
-            raise CapacityError(
-                f"{num_open} requests are open and at most {max_queued} may be; try again later or "
-                "raise max_queued_requests"
-            )
+        num_tokens = sum(len(request.prompt_ids) for request in requests)
+        self.capacity.check_request(self.info, len(requests), len(requests), num_tokens)
+        self.capacity.check_room(self.info, len(up), requests[0].tenant, len(requests), num_tokens)
         return min(up, key=lambda link: len(link.sinks))
 
-    async def _listen(self, link: _Link) -> None:
+    async def _listen(self, link: _EngineLink) -> None:
         try:
             while True:
                 self._handle(link, await link.receiver.receive())
-                # A waiting message is returned without a pause; let those who were woken run first.
+                # Tokens come before new requests, so a few messages are taken at once; but those
+                # who were woken must run, too.
+                for _ in range(_MAX_AT_ONCE - 1):
+                    if (message := link.receiver.receive_waiting()) is None:
+                        break
+                    self._handle(link, message)
                 await asyncio.sleep(0)
         except Exception as error:
             _log.exception("the engine's messages cannot be read")
             link.fail(f"the engine's messages cannot be read: {error}", BackendError)
 
-    def _handle(self, link: _Link, message: Ready | Deltas | Stats | Fatal) -> None:
+    def _handle(self, link: _EngineLink, message: Ready | Deltas | Stats | Fatal) -> None:
         link.last_heard = self._clock()
         match message:
             case Deltas(deltas=deltas):
                 for delta in deltas:
                     link.deliver(delta)
-                self._tell_open(self.num_open)
             case Stats(counters=counters, iterations=iterations):
                 link.counters = counters
                 link.iterations.extend(iterations)

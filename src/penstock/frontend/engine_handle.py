@@ -4,14 +4,13 @@ Knows the process and its address, not what is said to it (see `client`). Light:
 started before this one imports the rest of what it needs.
 """
 
-import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.ipc.address import address, private_folder
-from penstock.ipc.process import Child
+from penstock.ipc.address import address, private_folder, remove
+from penstock.ipc.process import Child, need_open_files
 
 ENGINE_MODULE = "penstock.engine_process"
 
@@ -23,6 +22,7 @@ class EngineHandle:
     """
 
     def __init__(self) -> None:
+        need_open_files()
         self.socket_folder = private_folder()
         self.address = address(self.socket_folder, "engine")
         self.ended: Future[str] = Future()
@@ -62,4 +62,4 @@ class EngineHandle:
         """Blocks until the process is gone; may be called twice."""
         if self._child is not None:
             self._child.stop()
-        shutil.rmtree(self.socket_folder, ignore_errors=True)
+        remove(self.socket_folder)

@@ -6,6 +6,8 @@ Knows ids and numbers. Does not know text (see `pipeline`) and does not talk to 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from penstock.errors import RequestError
 from penstock.ipc.messages import EngineInfo
 from penstock.types.request import GenerateInput, Request
@@ -20,7 +22,7 @@ def make_requests(
     info: EngineInfo,
     eos_ids: Sequence[int],
     new_id: Callable[[], int],
-    report_every: int = 1,
+    stream_interval: int = 1,
 ) -> list[Request]:
     """One request per sample; samples after the first wait for its prefix (`leader`)."""
     sampling = ask.sampling
@@ -32,13 +34,15 @@ def make_requests(
     eos_of_all = () if sampling.ignore_eos else (*info.eos_token_ids, *eos_ids)
     first = Request(
         id=new_id(),
-        prompt_ids=kept_ids,
+        prompt_ids=np.array(kept_ids, np.int32),
         sampling=_of_sample(sampling, 0),
         max_tokens=max_tokens,
         stop_ids=tuple(dict.fromkeys((*eos_of_all, *sampling.stop_token_ids))),
+        tenant=ask.tenant.index,
+        weight=ask.tenant.weight,
         priority=ask.priority,
-        cache_keys=() if ask.cache_salt is None else (ask.cache_salt,),
-        report_every=report_every,
+        cache_keys=_cache_keys(ask),
+        stream_interval=stream_interval,
     )
     return [first] + [
         replace(first, id=new_id(), sampling=_of_sample(sampling, i), leader=first.id)
@@ -46,8 +50,17 @@ def make_requests(
     ]
 
 
+def _cache_keys(ask: GenerateInput) -> tuple[str, ...]:
+    """A salt is its tenant's own: another one with the same salt shares nothing with it."""
+    tenant, salt = ask.tenant, ask.cache_salt
+    scope = tenant.prefix_scope if salt is None else tenant.salt_scope
+    return tuple(key for key in (scope, salt) if key is not None)
+
+
 def _of_sample(sampling: SamplingParams, index: int) -> SamplingParams:
-    """What the engine needs of sample `index`; stop strings and counts stay in the front end."""
+    """What the engine needs of sample `index`; stop strings and counts stay on this side."""
+    if sampling.num_samples == 1 and not sampling.stop and sampling.best_of is None:
+        return sampling  # as it is
     ranks_samples = sampling.num_samples > sampling.n
     return replace(
         sampling,

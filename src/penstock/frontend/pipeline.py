@@ -6,84 +6,107 @@ The HTTP server and `LLM` both go through here. Knows neither HTTP nor the sched
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from msgspec.structs import replace
 
 from penstock.errors import RequestError
 from penstock.frontend.client import EngineClient
 from penstock.frontend.limits import make_requests
+from penstock.frontend.rendering import Renderer
 from penstock.frontend.sample import Sample
-from penstock.text.chat import ChatTemplate
-from penstock.text.dialect import Dialect
-from penstock.text.harmony_prompt import HarmonyTemplate
-from penstock.text.parsed import AnswerParser
+from penstock.text.chat_format import ChatFormat
+from penstock.text.output_parser import OutputParser
 from penstock.text.tokenizer import MAX_CHARS_PER_TOKEN, Tokenizer, check_length
 from penstock.types.outputs import TextDelta, TokenDelta
 from penstock.types.request import FinishReason, GenerateInput, Request
 from penstock.types.sampling import SamplingParams
 
-# Nobody reads a whole answer before its end; a report now and then keeps its size bounded.
+OnText = Callable[[int, TextDelta], None]  # whose, as `subscribe` was told; the delta
+OnBug = Callable[[Exception], None]
+
+# Nobody reads an unstreamed output before its end; a report now and then keeps its size bounded.
 _UNSTREAMED_INTERVAL = 64
-# In so many tokens at the end of a prompt a chat template opens or closes the block of thoughts.
+# In so many tokens at the end of a prompt a chat template opens or closes the reasoning block.
 _NUM_END_TOKENS = 8
-# Below this, tokenising costs less than handing it to a thread (about a millisecond).
+# Below this, tokenizing costs less than handing it to a thread (about a millisecond).
 _INLINE_CHARS = 4096
+_INLINE_IDS = 2048
 
 
 class GenerationPipeline:
-    """`tokenizer` is None when prompts come and answers go as token ids only."""
+    """`tokenizer` is None when prompts and outputs are token ids only."""
 
     def __init__(
         self,
         client: EngineClient,
         tokenizer: Tokenizer | None,
-        chat_template: ChatTemplate | HarmonyTemplate | None,
+        renderer: Renderer | None,
         stream_interval: int = 1,
-        dialect: Dialect = Dialect(),
+        chat_format: ChatFormat = ChatFormat(),
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self.dialect = dialect
+        self.renderer = renderer
+        self.chat_format = chat_format
         self._stream_interval = stream_interval
 
-    async def generate(self, ask: GenerateInput, stream: bool = True) -> "Generation":
-        """Check and submit. `stream=False`: each sample sends one delta, its whole output."""
+    async def generate(
+        self,
+        ask: GenerateInput,
+        stream: bool = True,
+        on_first_token: Callable[[], None] = lambda: None,
+    ) -> "Generation":
+        """Check and submit. `stream=False`: each sample sends one delta, its whole output.
+
+        `on_first_token` is called once per sample, when its first token arrives.
+        """
         sampling = ask.sampling
         if sampling.stop and self.tokenizer is None:
             raise _needs_tokenizer("stop strings", "stop")
         ids, text = await self.tokenize(ask)
         eos_ids = () if self.tokenizer is None else self.tokenizer.eos_ids
-        if ask.parse_answer:
-            eos_ids += self.dialect.stop_ids
+        if ask.parse_output:
+            eos_ids += self.chat_format.stop_ids
         ranks_samples = sampling.num_samples > sampling.n
-        interval = self._stream_interval if stream and not ranks_samples else None
+        stream_interval = self._stream_interval if stream and not ranks_samples else None
         # Stop strings are found here, so every token must come; else only when there is news.
-        report_every = 1 if sampling.stop else interval or _UNSTREAMED_INTERVAL
+        engine_interval = 1 if sampling.stop else stream_interval or _UNSTREAMED_INTERVAL
         requests = make_requests(
-            ask, ids, self.client.info, eos_ids, self.client.new_id, report_every
+            ask, ids, self.client.info, eos_ids, self.client.new_id, engine_interval
         )
         if len(requests[0].prompt_ids) < len(ids):
             text = None  # it was truncated, so this is not its text any more
         samples = [
             Sample(
-                i, sampling, self.tokenizer, interval, self._parser(ask, ids), self.dialect.marks
+                i,
+                sampling,
+                self.tokenizer,
+                stream_interval,
+                self._parser(ask, ids),
+                self.chat_format.tags,
+                self.client.info.tokens_per_block,
             )
             for i in range(sampling.num_samples)
         ]
-        return Generation(self.client, requests, samples, sampling, text)
+        return Generation(self.client, requests, samples, sampling, text, on_first_token)
 
-    def _parser(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> AnswerParser | None:
-        if not ask.parse_answer or self.tokenizer is None or not ask.sampling.detokenize:
+    async def aclose(self) -> None:
+        """End open requests, and what renders their messages."""
+        if self.renderer is not None:
+            await self.renderer.aclose()
+        await self.client.close()
+
+    def _parser(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> OutputParser | None:
+        if not ask.parse_output or self.tokenizer is None or not ask.sampling.detokenize:
             return None
         continued = None
         if ask.chat.continue_final_message and ask.messages:
             continued = str(ask.messages[-1].get("content"))
         prompt_end = self.tokenizer.decode(prompt_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
-        return self.dialect.parser(prompt_end, continued, ask.chat.tools)
+        return self.chat_format.parser(prompt_end, continued, ask.chat.tools)
 
     async def tokenize(self, ask: GenerateInput) -> tuple[tuple[int, ...], str | None]:
         """The prompt's ids, and its text unless it came as ids."""
@@ -96,28 +119,25 @@ class GenerationPipeline:
             return ask.token_ids, None
         if self.tokenizer is None:
             raise _needs_tokenizer("a prompt of text or messages", "prompt")
-        if _num_chars(ask) <= _INLINE_CHARS:
-            return self._encode(ask, self.tokenizer)
-        return await asyncio.to_thread(self._encode, ask, self.tokenizer)
-
-    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        if self.tokenizer is None:
-            raise _needs_tokenizer("detokenising", "tokens")
-        return self.tokenizer.decode(ids, skip_special_tokens)
-
-    def _encode(self, ask: GenerateInput, tokenizer: Tokenizer) -> tuple[tuple[int, ...], str]:
         max_seq_len = self.client.info.max_seq_len
-        parts = [ask.text or ""] if ask.messages is None else self._render(ask, max_seq_len)
+        parts = [ask.text or ""] if ask.messages is None else await self._render(ask, max_seq_len)
         text = "".join(parts)
         check_length(text, max_seq_len)
-        ids = tokenizer.encode(parts[0], ask.add_special_tokens)
-        for part in parts[1:]:
-            ids += tokenizer.encode(part, add_special_tokens=False)
-        return tuple(ids), text
+        if len(text) <= _INLINE_CHARS:
+            return _encode(self.tokenizer, parts, ask.add_special_tokens), text
+        ids = await asyncio.to_thread(_encode, self.tokenizer, parts, ask.add_special_tokens)
+        return ids, text
 
-    def _render(self, ask: GenerateInput, max_seq_len: int) -> list[str]:
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        if self.tokenizer is None:
+            raise _needs_tokenizer("detokenizing", "tokens")
+        if len(ids) <= _INLINE_IDS:
+            return self.tokenizer.decode(ids, skip_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens)
+
+    async def _render(self, ask: GenerateInput, max_seq_len: int) -> list[str]:
         assert ask.messages is not None
-        if self.chat_template is None:
+        if self.renderer is None:
             raise RequestError(
                 "no_chat_template",
                 "this model has no chat template; start with --chat_template FILE (or 'simple' for "
@@ -125,23 +145,23 @@ class GenerationPipeline:
                 "messages",
             )
         max_chars = max_seq_len * MAX_CHARS_PER_TOKEN
-        return self.chat_template.parts(ask.messages, ask.chat, max_chars)
+        return await self.renderer.parts(ask.messages, ask.chat, max_chars)
 
 
-class Reader(Protocol):
-    """Who is handed deltas as they arrive. Neither method may raise."""
-
-    def take(self, delta: TextDelta) -> None: ...
-
-    def fail(self, bug: Exception) -> None:
-        """No more deltas come: we made a mistake."""
+def _encode(
+    tokenizer: Tokenizer, parts: Sequence[str], add_special_tokens: bool
+) -> tuple[int, ...]:
+    ids = tokenizer.encode(parts[0], add_special_tokens)
+    for part in parts[1:]:
+        ids += tokenizer.encode(part, add_special_tokens=False)
+    return tuple(ids)
 
 
 class Generation:
     """A running request: the text deltas of all samples, each until its `finish`.
 
-    Iterate over them, or have them handed over with `push_to`. Closing it, leaving its `async
-    with`, or cancelling whoever iterates aborts what still runs.
+    Iterate over them, or `subscribe`. Closing it, leaving its `async with`, or cancelling whoever
+    iterates aborts what still runs.
     """
 
     def __init__(
@@ -151,26 +171,36 @@ class Generation:
         samples: Sequence[Sample],
         sampling: SamplingParams,
         prompt_text: str | None,
+        on_first_token: Callable[[], None],
     ) -> None:
         self.prompt_ids = requests[0].prompt_ids
         self.prompt_text = prompt_text
         self.num_samples = sampling.n
         self._client = client
         self._sampling = sampling
+        self._samples = samples
+        self._on_first_token = on_first_token
         self._must_rank = len(samples) > sampling.n
         self._ready: deque[TextDelta] = deque()
-        self._reader: Reader | None = None
+        self._on_text: OnText | None = None  # the subscriber's, if there is one
+        self._on_bug: OnBug
+        self._prompt = 0
         self._waiter: asyncio.Future[None] | None = None
         self._bug: Exception | None = None
         self._open = {request.id: sample for request, sample in zip(requests, samples, strict=True)}
-        client.submit(requests, self._take)
+        client.submit(requests, self.on_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Arrived up to now, of all samples, also of those that lost."""
+        return sum(sample.num_tokens for sample in self._samples)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TextDelta:
         while not self._has_news():
-            assert self._waiter is None, "a generation has one reader"
+            assert self._waiter is None, "a generation has one consumer"
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -186,13 +216,16 @@ class Generation:
             raise StopAsyncIteration
         return self._ready.popleft()
 
-    def push_to(self, reader: Reader) -> None:
-        """Hand over every delta in the call that brings it, which spares a task switch for each."""
-        self._reader = reader
-        self._push()
+    def subscribe(self, prompt: int, on_text: OnText, on_bug: OnBug) -> None:
+        """Call `on_text` with every delta in the call that brings its tokens, which spares a task
+        switch for each; `on_bug` instead if we made a mistake. Neither may raise. `prompt` tells
+        the subscriber of several generations which one speaks.
+        """
+        self._prompt, self._on_text, self._on_bug = prompt, on_text, on_bug
+        self._pass_on()
 
     def hold(self) -> None:
-        """The reader is slow: gather tokens until `release`, as ids and not as deltas."""
+        """The client reads too slowly: gather token ids until `release`, send no deltas."""
         for sample in self._open.values():
             sample.is_held = True
 
@@ -201,7 +234,7 @@ class Generation:
             sample.is_held = False
             if (delta := sample.catch_up()) is not None:
                 self._ready.append(delta)
-        self._push()
+        self._pass_on()
 
     async def __aenter__(self) -> Self:
         return self
@@ -219,17 +252,20 @@ class Generation:
         self._client.abort(list(self._open))
 
     async def aclose(self) -> None:
-        """Abort what still runs; iterating ends, a reader hears no more."""
-        self._reader = None
+        """Abort what still runs; iterating ends, a subscriber hears no more."""
+        self._on_text = None
         self._drop()
 
-    def _take(self, delta: TokenDelta) -> None:
-        """A delta has arrived: make its text and pass it on."""
+    def on_tokens(self, delta: TokenDelta) -> None:
+        """Tokens from the engine (`EngineClient`): make their text and pass it on."""
         sample = self._open.get(delta.request_id)
         if sample is None:
             return  # a stop string ended it before this arrived
+        is_silent = not sample.num_tokens
         try:
             text = sample.push(delta)
+            if is_silent and sample.num_tokens:
+                self._on_first_token()
         except Exception as bug:  # this request's alone: the others share the caller
             self._bug = bug
             self._drop()
@@ -240,19 +276,19 @@ class Generation:
                 del self._open[delta.request_id]
                 if delta.finish is None:
                     self._client.abort([delta.request_id])
-        self._push()
+        self._pass_on()
 
-    def _push(self) -> None:
-        """To the reader, or wake who iterates, if there is something to read."""
-        reader = self._reader
-        if reader is None:
+    def _pass_on(self) -> None:
+        """What is ready to the subscriber; without one, wake whoever iterates."""
+        on_text = self._on_text
+        if on_text is None:
             self._wake()
         elif self._bug is not None:
-            reader.fail(self._bug)
+            self._on_bug(self._bug)
         elif self._has_news():
             self._rank()
             while self._ready:
-                reader.take(self._ready.popleft())
+                on_text(self._prompt, self._ready.popleft())
 
     def _rank(self) -> None:
         if self._must_rank:
@@ -292,12 +328,6 @@ def _cumulative_logprob(sample: TextDelta) -> float:
     if sample.finish is FinishReason.ERROR:
         return -math.inf
     return math.fsum(entry.logprob for entry in sample.logprobs)
-
-
-def _num_chars(ask: GenerateInput) -> int:
-    if ask.text is not None:
-        return len(ask.text)
-    return sum(len(str(message.get("content", ""))) for message in ask.messages or ())
 
 
 def _needs_tokenizer(what: str, param: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""Token deltas of one sample -> its text deltas: detokenise, find stop strings, coalesce, parse.
+"""Token deltas of one sample -> its text deltas: detokenize, find stop strings, coalesce, parse.
 
 Pure: no queue, no event loop, no engine.
 """
@@ -6,7 +6,7 @@ Pure: no queue, no event loop, no engine.
 from collections.abc import Mapping
 
 from penstock.text.detokenizer import Detokenizer
-from penstock.text.parsed import AnswerParser, Parsed
+from penstock.text.output_parser import OutputParser, Parsed
 from penstock.text.stop_strings import StopStrings
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.outputs import TextDelta, TokenDelta, TokenLogprob
@@ -15,9 +15,9 @@ from penstock.types.sampling import SamplingParams
 
 
 class Sample:
-    """Sends its first token, every `interval`-th and its finish; with None only its finish.
+    """Sends its first token, every `stream_interval`-th and its finish; with None only its finish.
 
-    `parser` takes thoughts and tool calls out of the text, in which `marks` stand for some tokens.
+    `parser` takes reasoning and tool calls out of the text, in which `tags` stand for some tokens.
     """
 
     def __init__(
@@ -25,25 +25,26 @@ class Sample:
         index: int,
         sampling: SamplingParams,
         tokenizer: Tokenizer | None,
-        interval: int | None,
-        parser: AnswerParser | None = None,
-        marks: Mapping[int, str] | None = None,
+        stream_interval: int | None,
+        parser: OutputParser | None = None,
+        tags: Mapping[int, str] | None = None,
+        cached_unit: int = 1,
     ) -> None:
         self.is_done = False
         self.is_held = False  # nothing but the finish is sent; `catch_up` sends the rest
         self._index = index
         self._sampling = sampling
-        self._interval = interval
+        self._stream_interval = stream_interval
         self._parser = parser
         self._detokenizer: Detokenizer | None = None
         self._stops: StopStrings | None = None
         if tokenizer is not None and (sampling.detokenize or sampling.stop):
             self._detokenizer = Detokenizer(
-                tokenizer, sampling.skip_special_tokens, None if parser is None else marks
+                tokenizer, sampling.skip_special_tokens, None if parser is None else tags
             )
         if sampling.stop:
             self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
-        self._num_tokens = 0
+        self.num_tokens = 0  # made for it up to now, whether sent or not
         self._num_sent = 0
         # what is not sent yet; text only with stop strings, else it is made from the ids when sent
         self._text: list[str] = []
@@ -52,6 +53,7 @@ class Sample:
         self._stop_logprob: TokenLogprob | None = None
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_cached = 0
+        self._cached_unit = cached_unit
 
     def push(self, delta: TokenDelta) -> TextDelta | None:
         """What to send now, if anything."""
@@ -65,15 +67,18 @@ class Sample:
             ids = self._search(ids, self._stops, is_last=delta.finish is not None)
             found = self._stops.found
         else:
-            self._num_tokens += len(ids)
+            self.num_tokens += len(ids)
         self._ids += ids
         self._logprobs += delta.logprobs[: len(ids)]
         self._prompt_logprobs += delta.prompt_logprobs
-        self._num_cached = self._num_cached or delta.num_cached_tokens
+        if delta.num_cached_tokens:
+            # Of whole blocks: by single tokens one could ask what another's prompt begins with.
+            num_units = delta.num_cached_tokens // self._cached_unit
+            self._num_cached = num_units * self._cached_unit
         if found is not None:
             return self._send(FinishReason.STOP, found)
         if has_stop_id:  # it was made all the same
-            self._num_tokens += 1
+            self.num_tokens += 1
             self._stop_logprob = delta.logprobs[-1] if delta.logprobs else None
         if delta.finish is not None:
             is_asked = delta.stop_id in self._sampling.stop_token_ids
@@ -89,22 +94,23 @@ class Sample:
         assert self._detokenizer is not None
         for num_kept, token_id in enumerate(ids, start=1):
             text = self._detokenizer.push((token_id,))
-            self._num_tokens += 1
+            self.num_tokens += 1
             is_searched = self._parser is None or self._parser.is_searched(text)
-            may_stop = is_searched and self._num_tokens > self._sampling.min_tokens
-            self._text.append(stops.push(text) if may_stop else stops.finish() + text)
+            may_stop = is_searched and self.num_tokens > self._sampling.min_tokens
+            self._text.append(stops.push(text) if may_stop else stops.flush() + text)
             if stops.found is not None:
                 return ids[:num_kept]
         if is_last:
-            self._text.append(stops.push(self._detokenizer.finish()))
-            self._text.append(stops.finish())
+            self._text.append(stops.push(self._detokenizer.flush()))
+            self._text.append(stops.flush())
         return ids
 
     def _is_due(self) -> bool:
-        if self._interval is None or self.is_held or self._num_tokens == self._num_sent:
+        interval = self._stream_interval
+        if interval is None or self.is_held or self.num_tokens == self._num_sent:
             return False
         is_first = self._num_sent == 0
-        return is_first or self._num_tokens // self._interval > self._num_sent // self._interval
+        return is_first or self.num_tokens // interval > self._num_sent // interval
 
     def _send(
         self,
@@ -119,7 +125,7 @@ class Sample:
             reasoning=parsed.reasoning,
             tool_calls=parsed.tool_calls,
             token_ids=tuple(self._ids),
-            num_tokens=self._num_tokens - self._num_sent,
+            num_tokens=self.num_tokens - self._num_sent,
             logprobs=tuple(self._logprobs),
             stop_logprob=self._stop_logprob,
             prompt_logprobs=tuple(self._prompt_logprobs),
@@ -129,7 +135,7 @@ class Sample:
             error=error,
         )
         self.is_done = finish is not None
-        self._num_sent = self._num_tokens
+        self._num_sent = self.num_tokens
         self._num_cached = 0
         for pending in (self._text, self._ids, self._logprobs, self._prompt_logprobs):
             pending.clear()
@@ -140,7 +146,7 @@ class Sample:
         if self._parser is None:
             return Parsed(text=text)
         parsed = self._parser.push(text)
-        return parsed.joined(self._parser.finish()) if is_last else parsed
+        return parsed.joined(self._parser.flush()) if is_last else parsed
 
     def _take_text(self, is_last: bool) -> str:
         if self._stops is not None:
@@ -148,4 +154,4 @@ class Sample:
         if self._detokenizer is None:
             return ""
         text = self._detokenizer.push(self._ids)
-        return text + self._detokenizer.finish() if is_last else text
+        return text + self._detokenizer.flush() if is_last else text

@@ -1,20 +1,23 @@
-"""Starts what a front end needs: engine process, client, tokenizer, chat template, pipeline.
+"""Starts what stands before the engine: its process, client, tokenizer, chat template, pipeline.
 
 `LLM` and the HTTP server both begin and end here.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.config.schema import EngineConfig
+from penstock.frontend.capacity import Capacity
 from penstock.frontend.client import EngineClient
-from penstock.frontend.engine import EngineHandle
-from penstock.frontend.files import tokenizer_folder
+from penstock.frontend.engine_handle import EngineHandle
 from penstock.frontend.pipeline import GenerationPipeline
+from penstock.frontend.rendering import Renderer, TemplateTexts, start_renderer
+from penstock.frontend.tokenizer_folder import tokenizer_folder
 from penstock.ipc.address import folder_of
-from penstock.text.chat import ChatTemplate, read_chat_template
-from penstock.text.dialect import Dialect, choose_dialect
+from penstock.text.chat import read_chat_template
+from penstock.text.chat_format import ChatFormat, choose_chat_format
 from penstock.text.harmony_prompt import HarmonyTemplate, is_gpt_oss
 from penstock.text.tokenizer import Tokenizer
 
@@ -30,10 +33,9 @@ async def start_engine(
     config: EngineConfig,
     folder: Path | None,
     handle: EngineHandle,
-    open_elsewhere: Callable[[], int] = lambda: 0,
-    tell_open: Callable[[int], None] = lambda num_open: None,
+    capacity: Capacity | None = None,
 ) -> GenerationPipeline:
-    """The pipeline of the front end that owns the engine, which may be on its way already; `folder`
+    """The pipeline of the process that owns the engine, which may be on its way already; `folder`
     is the tokenizer's.
 
     The tokenizer is loaded while the engine starts; if either fails, nothing is left behind.
@@ -42,8 +44,7 @@ async def start_engine(
         [handle.address],
         handle.socket_folder,
         max_stats_len=config.max_stats_len,
-        open_elsewhere=open_elsewhere,
-        tell_open=tell_open,
+        capacity=capacity,
     )
     try:
         if not handle.is_started:
@@ -60,17 +61,15 @@ async def join_engine(
     folder: Path | None,
     engine: str,
     client_id: int,
-    open_elsewhere: Callable[[], int],
-    tell_open: Callable[[int], None],
+    capacity: Capacity,
 ) -> GenerationPipeline:
-    """The pipeline of a further front end; the engine at the address `engine` is another's."""
+    """The pipeline of a further API server; the engine at the address `engine` is another's."""
     client = EngineClient(
         [engine],
         folder_of(engine),
         client_id=client_id,
         max_stats_len=config.max_stats_len,
-        open_elsewhere=open_elsewhere,
-        tell_open=tell_open,
+        capacity=capacity,
     )
     try:
         return await _connect(client, config, folder)
@@ -81,40 +80,66 @@ async def join_engine(
 
 async def stop_pipeline(pipeline: GenerationPipeline, handle: EngineHandle) -> None:
     """End open requests, then the engine process."""
-    await _stop(pipeline.client, handle)
+    await pipeline.aclose()
+    await asyncio.to_thread(handle.stop)
 
 
 async def _connect(
     client: EngineClient, config: EngineConfig, folder: Path | None
 ) -> GenerationPipeline:
-    (tokenizer, template, dialect), _ = await asyncio.gather(
-        asyncio.to_thread(load_text_side, folder, config), client.start()
-    )
-    return GenerationPipeline(client, tokenizer, template, config.stream_interval, dialect)
+    loading = asyncio.create_task(_load(folder, config))
+    try:
+        await asyncio.gather(loading, client.start())
+    except BaseException:
+        await _forget(loading)
+        raise
+    tokenizer, renderer, chat_format = loading.result()
+    return GenerationPipeline(client, tokenizer, renderer, config.stream_interval, chat_format)
+
+
+async def _load(
+    folder: Path | None, config: EngineConfig
+) -> tuple[Tokenizer | None, Renderer | None, ChatFormat]:
+    tokenizer, template, chat_format = await asyncio.to_thread(load_text_side, folder, config)
+    return tokenizer, await start_renderer(template), chat_format
+
+
+async def _forget(loading: "asyncio.Task[tuple[Any, Renderer | None, Any]]") -> None:
+    """The engine does not start."""
+    loading.cancel()
+    await asyncio.wait((loading,))
+    if not loading.cancelled() and loading.exception() is None:
+        renderer = loading.result()[1]
+        if renderer is not None:
+            await renderer.aclose()
 
 
 def load_text_side(
     folder: Path | None, config: EngineConfig
-) -> tuple[Tokenizer | None, ChatTemplate | HarmonyTemplate | None, Dialect]:
-    """Tokenizer and chat template of a folder, and how its answers are read."""
+) -> tuple[Tokenizer | None, TemplateTexts | HarmonyTemplate | None, ChatFormat]:
+    """Tokenizer and chat template of a folder, and how its outputs are parsed."""
     if folder is None:
-        return None, None, Dialect()
+        return None, None, ChatFormat()
     tokenizer = Tokenizer.from_folder(folder)
     templates = tokenizer.chat_templates
     if config.chat_template is not None:  # beats the model's own
         templates = {"default": read_chat_template(config.chat_template)}
-    dialect = choose_dialect(
+    chat_format = choose_chat_format(
         tokenizer, templates.values(), config.reasoning_parser, config.tool_parser
     )
-    return tokenizer, _chat_template(tokenizer, templates, config.chat_template is None), dialect
+    return (
+        tokenizer,
+        _chat_template(tokenizer, templates, config.chat_template is None),
+        chat_format,
+    )
 
 
 def _chat_template(
     tokenizer: Tokenizer, templates: Mapping[str, str], is_own: bool
-) -> ChatTemplate | HarmonyTemplate | None:
+) -> TemplateTexts | HarmonyTemplate | None:
     if is_own and any(map(is_gpt_oss, templates.values())):
         return HarmonyTemplate()
-    return ChatTemplate(templates, tokenizer.special_tokens) if templates else None
+    return TemplateTexts(templates, tokenizer.special_tokens) if templates else None
 
 
 async def _stop(client: EngineClient, handle: EngineHandle) -> None:

@@ -1,4 +1,4 @@
-"""Which files a front end reads. Light: the server asks before it starts the engine."""
+"""Which files a tokenizer is read from. Light: the server asks before it starts the engine."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def tokenizer_folder(config: EngineConfig) -> Path | None:
     if config.tokenizer is None:
         folder = local_folder(config.model, config.revision, weights=False)
         if config.load_format == "dummy" and not has_tokenizer(folder):
-            _log.warning("'%s' has no tokenizer: prompts must be token ids, as answers are", folder)
+            _log.warning("'%s' has no tokenizer: prompts must be token ids, as outputs are", folder)
             return None
         return folder
     given = Path(config.tokenizer).expanduser()

@@ -11,7 +11,7 @@ from huggingface_hub.errors import CacheNotFound
 
 from penstock.errors import ConfigError
 from penstock.hub.folder import models_home
-from penstock.hub.gguf import SUFFIX
+from penstock.hub.gguf_file import SUFFIX
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

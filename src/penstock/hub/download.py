@@ -32,7 +32,7 @@ def download(model: str, revision: str | None, weights: bool) -> Path:
         )
     except GatedRepoError as error:
         raise ConfigError(
-            f"model {at} asks you to accept its licence: do so on its hub page, then set HF_TOKEN"
+            f"model {at} asks you to accept its license: do so on its hub page, then set HF_TOKEN"
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"model {at}: there is no such revision") from error
@@ -44,7 +44,7 @@ def download(model: str, revision: str | None, weights: bool) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise ConfigError(
             f"model {at}: not a folder here, not in the hub cache, and the hub cannot be reached "
-            "(or HF_HUB_OFFLINE is set); download it first, or give the path of a folder"
+            "(or HF_HUB_OFFLINE is set); check the network, or give the path of a folder"
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise ConfigError(f"model {at}: the download failed: {error}") from error

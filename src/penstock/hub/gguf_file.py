@@ -1,7 +1,7 @@
 """GGUF files: one file with configuration, tokenizer and weights. Reads the head, maps the rest.
 
-Knows the container alone. What its fields mean for a model is in `models/gguf.py`, for a tokenizer
-in `text/gguf.py`; how numbers are packed is the `gguf` package's business.
+Knows the container alone. What its fields mean for a model is in `models/gguf_config.py`, for a
+tokenizer in `text/gguf_tokenizer.py`; how numbers are packed is the `gguf` package's business.
 """
 
 import math
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
+from penstock.hub.files import require_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +25,9 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_COUNT = 1 << 20  # of fields and of tensors
 _MAX_DIMS = 4
+_MAX_DEPTH = 8  # of arrays in arrays; known files have none
+_MAX_ITEMS = 1 << 24  # of an array; a vocabulary has some 10^5
+_ALIGNMENT = 8  # what every alignment is a multiple of
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     0: "B",
@@ -55,12 +59,15 @@ class GgufTensor:
 class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
+        require_regular(path)
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._read_head()
         except (OSError, struct.error, ValueError) as error:
-            raise ConfigError(f"'{path}' is not a readable GGUF file: {error}") from error
+            raise ConfigError(
+                f"'{path}' is not a readable GGUF file: {error}; fetch it again, or convert it anew"
+            ) from error
 
     def _read_head(self) -> None:
         head = _Reader(self._map)
@@ -73,7 +80,9 @@ class GgufFile:
             name = head.text()
             self.metadata[name] = head.value(head.number("I"))
         tensors = [self._read_tensor(head) for _ in range(num_tensors)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment % _ALIGNMENT:
+            raise ValueError(f"general.alignment is {alignment!r:.60}, no multiple of {_ALIGNMENT}")
         base = -(-head.at // alignment) * alignment
         self.tensors = {
             name: GgufTensor(name, shape, kind, base + offset)
@@ -134,17 +143,19 @@ class _Reader:
     def text(self) -> str:
         return self.take(self.number("Q")).decode()
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:
             item, count = self.number("I"), self.number("Q")
+            if depth == _MAX_DEPTH:
+                raise ValueError(f"arrays in arrays, more than {_MAX_DEPTH} deep")
+            if count > min(_MAX_ITEMS, len(self._data)):
+                raise ValueError(f"an array of {count} entries")
             if item in _SCALARS:
                 size = struct.calcsize(_SCALARS[item])
                 return list(struct.unpack(f"<{count}{_SCALARS[item]}", self.take(count * size)))
-            if count > len(self._data):
-                raise ValueError(f"an array of {count} entries")
-            return [self.value(item) for _ in range(count)]
+            return [self.value(item, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(f"a field of unknown type {kind}")
         return self.number(_SCALARS[kind])

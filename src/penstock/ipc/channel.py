@@ -5,10 +5,10 @@ Queues are bounded: a sender whose peer has stopped reading gets `ChannelFull` i
 without end.
 """
 
+import asyncio
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from penstock.errors import BackendError
 from penstock.ipc import messages
@@ -65,14 +65,56 @@ class Receiver:
 
 
 class AsyncReceiver:
+    """The same in the running event loop, which watches the socket's descriptor. It signals once
+    for everything that came since the socket was found empty, so only then is it waited for.
+    """
+
     def __init__(self, bind: str, union: Any) -> None:
         self.address = bind
         self._decoder = messages.decoder(union)
-        self._socket = _socket(zmq.asyncio.Context.instance(), zmq.PULL)
+        self._socket = _socket(zmq.Context.instance(), zmq.PULL)
         self._socket.bind(bind)
+        self._loop = asyncio.get_running_loop()
+        self._fileno: int = self._socket.getsockopt(zmq.FD)
+        self._is_watched = False
+        self._waiter: asyncio.Future[None] | None = None
 
     async def receive(self) -> Any:
-        return self._decoder.decode(await self._socket.recv())
+        """The next message. One caller at a time."""
+        while True:
+            if (message := self.receive_waiting()) is not None:
+                return message
+            await self._until_signalled()
+
+    def receive_waiting(self) -> Any | None:
+        """The next message if it is already here."""
+        try:
+            return self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    async def _until_signalled(self) -> None:
+        assert self._waiter is None, "a receiver has one reader"
+        if not self._is_watched:
+            self._loop.add_reader(self._fileno, self._on_signal)
+            self._is_watched = True
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _on_signal(self) -> None:
+        if self._waiter is None:
+            self._unwatch()  # nobody looks: it would be called over and over
+        elif not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
+            self._loop.remove_reader(self._fileno)
+            self._is_watched = False
 
     def close(self) -> None:
+        self._unwatch()
         self._socket.close()

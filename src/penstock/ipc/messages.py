@@ -13,21 +13,22 @@ import numpy as np
 from penstock.types.cache_spec import CacheSize
 from penstock.types.outputs import TokenDelta
 from penstock.types.request import Request
+from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import LateInputs, StepPlan
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, array_like=True):
     """Base of all messages; the tag is the class name."""
 
 
-# front end -> engine
+# client (API server or `LLM`) -> engine
 
 
 class Hello(Message, frozen=True):
-    """A front end introduces itself; the engine connects to `address` and answers `Ready`."""
+    """A client introduces itself; the engine connects to `address` and answers `Ready`."""
 
     version: int
     client_id: int
@@ -43,12 +44,12 @@ class Abort(Message, frozen=True):
 
 
 class ClientLeft(Message, frozen=True):
-    """A front end has ended without a word; whoever started it says so for it."""
+    """A client has ended without a word; whoever started it says so for it."""
 
     client_id: int
 
 
-# engine -> front end
+# engine -> client
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +59,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_tokens: int
     max_batch_size: int
     max_queued: int  # requests waiting or running, over which new ones are refused
+    max_queued_tokens: int = 1 << 40  # of their prompts
     chunked_prefill: bool
     vocab_size: int
     total_blocks: int
@@ -65,10 +67,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     device: str
     config: dict[str, Any]  # resolved configuration
-    choices: tuple[tuple[str, str, str], ...]  # (setting, value, reason)
+    choices: tuple[SettingChoice, ...]
     memory: dict[str, int]  # byte plan of rank 0
     rank_weight_bytes: tuple[int, ...]
     timeline: tuple[tuple[str, float], ...]  # (phase, seconds)
+    # fields of `SamplingParams` that a request leaves out; integers stay integers on the way
+    default_sampling: dict[str, int | float] = {}
 
 
 class Ready(Message, frozen=True):

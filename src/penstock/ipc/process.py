@@ -1,12 +1,14 @@
 """Child processes: spawn a module with a JSON task on stdin, notice its death, stop it.
 
 The child keeps reading stdin; when the parent ends for whatever reason the pipe closes and the
-child leaves. `Copies` are children that need not import what this process has imported.
+child leaves. `ForkedWorkers` are children that need not import what this process has imported.
 """
 
 import contextlib
 import gc
+import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,12 +21,24 @@ from typing import Any, NoReturn
 import msgspec
 
 from penstock import log
+from penstock.errors import ConfigError
 
 # Threads of torch's CPU ops sleep while they wait for each other. When they spin, which is usual,
 # they take the core from the one they wait for: with two cores and a load of 10 the built-in model
 # then took 500 ms a token instead of 8 (2026-11-15).
 _DEFAULT_ENV = {"OMP_WAIT_POLICY": "passive"}
+_MIN_FILES = 64  # what a process opens at its start is some 30; each connection is one more
 _log = log.get(__name__)
+
+
+def need_open_files() -> None:
+    """Libraries of sockets abort the process when they may open no more files."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < _MIN_FILES:
+        raise ConfigError(
+            f"this process may open {most} files at once, it needs {_MIN_FILES} and one more for "
+            "each connection; raise the limit, as with 'ulimit -n 4096'"
+        )
 
 
 class Child:
@@ -67,7 +81,9 @@ class Child:
     def _watch(self) -> None:
         code = self._process.wait()
         if not self._stopping:
-            _log.error("%s ended by itself with code %d", self.name, code)
+            # With 0 it left because we are leaving.
+            level = logging.ERROR if code else logging.DEBUG
+            _log.log(level, "%s ended by itself with code %d", self.name, code)
             self._on_exit(code)
 
     def ask_to_leave(self) -> None:
@@ -78,6 +94,11 @@ class Child:
             self._process.stdin.close()
         except OSError:
             pass
+
+    def kill(self) -> None:
+        """At once, for a child that has nothing to put in order."""
+        self.ask_to_leave()
+        self._process.kill()
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Ask it to leave, wait, then terminate, then kill."""
@@ -92,11 +113,11 @@ class Child:
         self._process.wait()
 
 
-class Copies:
-    """Copies of this process for later, one for each task, which `act` is then given.
+class ForkedWorkers:
+    """Forks of this process for later, one for each task, which `act` is then given.
 
-    To be made while there is one thread and no CUDA context: no copy could use another. A first
-    copy waits for the tasks and makes the others. All of them leave when this process does.
+    To be made while there is one thread and no CUDA context: no fork could use another. A first
+    fork waits for the tasks and makes the others. All of them leave when this process does.
     """
 
     def __init__(self, act: Callable[[dict[str, Any]], None]) -> None:
@@ -104,7 +125,7 @@ class Copies:
         self._pid = os.fork()
         if self._pid == 0:
             os.close(writing)
-            _leave_after(partial(_make_copies, reading, act))
+            _leave_after(partial(_fork_workers, reading, act))
         os.close(reading)
         self._writing = writing
 
@@ -130,7 +151,7 @@ class Copies:
         os.waitpid(self._pid, 0)
 
 
-def _make_copies(tasks_fd: int, act: Callable[[dict[str, Any]], None]) -> None:
+def _fork_workers(tasks_fd: int, act: Callable[[dict[str, Any]], None]) -> None:
     os.setpgid(0, 0)
     try:
         tasks = read_task(tasks_fd)["tasks"]
@@ -147,13 +168,13 @@ def _make_copies(tasks_fd: int, act: Callable[[dict[str, Any]], None]) -> None:
 
 
 def _leave_after(act: Callable[[], None]) -> NoReturn:
-    """What the process it is a copy of would do at its end is not for a copy to do."""
+    """What its parent would do at its end is not for a fork to do."""
     code = 1
     try:
         act()
         code = 0
     except Exception:
-        _log.exception("a copy of the process failed")
+        _log.exception("a forked worker failed")
     finally:
         os._exit(code)
 

@@ -1,5 +1,6 @@
 """`probe()`: what this machine has, found once per process. Decides nothing."""
 
+import contextlib
 import functools
 import os
 import platform
@@ -12,6 +13,7 @@ from penstock.types.device import DeviceInfo
 
 _H200_SMS = 132
 _SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}  # of others 99
+_MEMINFO, _STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
 _OWN_GROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -38,14 +40,40 @@ def probe() -> DeviceInfo:
     )
 
 
-def num_places() -> int:
-    """Multiprocessors of this GPU; of an H200 where there is none to ask."""
+def num_sms() -> int:
+    """SMs of this GPU; of an H200 where there is none to ask."""
     return probe().num_sms or _H200_SMS
 
 
 def shared_bytes() -> int:
     """Shared memory that a program may have; that of an H200 where there is no GPU to ask."""
     return _SHARED_KIB.get(probe().arch or 90, 99) << 10
+
+
+def available_bytes() -> int:
+    """Host memory that can still be taken: what is free, and what files only keep for later."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in _MEMINFO.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            found[name] = int(rest.split()[0]) << 10
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    available = found.get("MemAvailable", pages)
+    match _container_limit("memory.max"), _container_limit("memory.current"):
+        case [limit], [current] if limit.isdigit():
+            words = _container_limit("memory.stat")
+            stat = dict(zip(words[::2], words[1::2], strict=False))
+            files = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+            available = min(available, max(0, int(limit) - int(current) + files))
+    return available
+
+
+def resident_bytes() -> int:
+    """What this process has in memory; 0 where the system does not say."""
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _probe_cpu() -> DeviceInfo:

@@ -1,7 +1,7 @@
-"""Forms in which one layer hands its activations to the next.
+"""Number formats of activations between layers: plain, FP8 or INT8 with their scales.
 
-A linear layer says which form it multiplies with; norms and activations produce it, so that no
-kernel of its own is spent on the change.
+A linear layer says which format its GEMM takes; norms and activations produce it (fused
+quantization), so that no kernel of its own is spent on it.
 
 Legend: T tokens, D channels.
 """
@@ -57,7 +57,7 @@ class Fp8:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8:
-    """The same of whole numbers."""
+    """As `Fp8`, in INT8."""
 
     values_TD: Tensor  # int8
     scale: Tensor  # float32: [1] or [T, 1]

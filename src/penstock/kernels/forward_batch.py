@@ -1,4 +1,4 @@
-"""`ForwardBatch`: all that a model's forward may know about one step. Built by `runtime/batch.py`.
+"""`ForwardBatch`: what a model's forward may know about one step (`runtime/input_batch.py`).
 
 Legend: T tokens in the step, N sequences (entries), R rows, M blocks a row may have.
 Tokens of entry i are [query_starts[i], query_starts[i + 1]). Decode entries come first, one token

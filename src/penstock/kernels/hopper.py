@@ -1,4 +1,4 @@
-"""Kernels for Hopper alone: loaded on one, and done without where this Triton cannot build them."""
+"""Hopper-only kernels in Gluon: loaded on sm_90, left where this Triton cannot build them."""
 
 import importlib
 from types import ModuleType
@@ -37,7 +37,7 @@ class HopperKernels:
         return self._module
 
     def result(self, name: str, x: Tensor, *args: Any) -> Tensor | None:
-        """What the module's function gives; None where the other kernel must compute."""
+        """What the module's function gives; None where the fallback must compute."""
         if (kernels := self.module(x)) is None:
             return None
         try:

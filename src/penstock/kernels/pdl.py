@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel may start while the one before it still runs.
+"""Programmatic dependent launch: a kernel may start while the previous kernel still runs.
 
 Hopper and later. Every kernel launched with `launch_options` calls `wait_for_previous` before it
 reads what another kernel wrote or writes what another may still read; until then it may only touch

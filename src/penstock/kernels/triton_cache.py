@@ -48,7 +48,7 @@ def cache_folder(device: DeviceInfo) -> Path:
 
 
 def report_compilations() -> None:
-    """From now on say which kernels are compiled: while an engine serves, all answers wait."""
+    """From now on say which kernels are compiled: while an engine serves, all requests wait."""
     if probe().triton_version is None:
         return
     import triton

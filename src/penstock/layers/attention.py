@@ -10,27 +10,27 @@ from torch import Tensor
 
 from penstock.kernels.activation import sigmoid_mul
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
-from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, Fp8, Fp8Static, InputFormat
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.rope import rope_kv_write
-from penstock.layers.build import Build
 from penstock.layers.cached import CachedLayer
-from penstock.layers.handover import converted
+from penstock.layers.context import LayerContext
+from penstock.layers.fused_quant import converted
 from penstock.layers.linear import QKVLinear, RowLinear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rope import Rope
 from penstock.parallel.parameter import new_parameter
-from penstock.parallel.shard import Piece, Share, Span, split_heads
+from penstock.parallel.shard import Piece, Shard, Span, split_heads
 from penstock.types.cache_spec import FullKV
 
 
 class Attention(CachedLayer):
     """`window=w`: a token sees itself and the w - 1 before it.
 
-    `qk_norm_eps`: query and key heads are normalised before the rotation.
+    `qk_norm_eps`: query and key heads are normalized before the rotation.
     `gated`: a head's output is multiplied by a sigmoid of one more projection of the input.
-    `zero_centred_norms`: of queries and keys, see `RMSNorm`.
-    `sinks`: each head has a score that takes its share of the softmax and has no value.
+    `zero_centered_norms`: of queries and keys, see `RMSNorm`.
+    `sinks`: each head has a score that takes part in the softmax and has no value.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Attention(CachedLayer):
         head_size: int,
         *,
         rope: Rope,
-        build: Build,
+        build: LayerContext,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
         window: int | None = None,
         sinks: bool = False,
         gated: bool = False,
-        zero_centred_norms: bool = False,
+        zero_centered_norms: bool = False,
     ) -> None:
         super().__init__()
         self.head_size = head_size
@@ -73,7 +73,7 @@ class Attention(CachedLayer):
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
             self.q_norm, self.k_norm = (
-                RMSNorm(head_size, qk_norm_eps, build, zero_centred=zero_centred_norms)
+                RMSNorm(head_size, qk_norm_eps, build, zero_centered=zero_centered_norms)
                 for _ in range(2)
             )
         self.num_heads = self.qkv_proj.num_heads
@@ -82,13 +82,13 @@ class Attention(CachedLayer):
         if sinks:
             ranks = build.mesh.role("attention")
             heads = split_heads(num_heads, num_kv_heads, ranks.size, ranks.rank).query
-            share = Share(full_size=num_heads, source=heads, target=Span(0, heads.size))
+            shard = Shard(full_size=num_heads, source=heads, target=Span(0, heads.size))
             self.sinks = new_parameter(
-                (heads.size,), torch.float32, build.device, (Piece((share,)),), typical=(0.0, 1.0)
+                (heads.size,), torch.float32, build.device, (Piece((shard,)),), typical=(0.0, 1.0)
             )
         self.k_cache_BKSD: Tensor | None = None
         self.v_cache_BKSD: Tensor | None = None
-        self.token_scales: CacheScales | None = None  # of a cache of whole numbers
+        self.token_scales: CacheScales | None = None  # of an int8 cache
 
     def finish(self) -> None:
         """After loading: scales become numbers, that of keys a factor of the scores' scale."""

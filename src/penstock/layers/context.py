@@ -1,4 +1,4 @@
-"""`Build`: what every layer needs to make its parameters. Handed down, never global."""
+"""`LayerContext`: what every layer needs to make its parameters. Handed down, never global."""
 
 from dataclasses import dataclass
 
@@ -6,24 +6,25 @@ import torch
 
 from penstock.kernels.attention.backend import AttentionBackend
 from penstock.parallel.mesh import RankMesh
-from penstock.quant.scheme import TableScheme
+from penstock.quantization.scheme import TableScheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsBuild:
+class ExpertsContext:
     """How layers of experts are computed."""
 
     by_reference: bool = False  # as the op's reference does, slow and plain
     max_tokens: int | None = None  # computed at once; more are cut into pieces
-    num_sets: int = 1  # of ranks; each set has other experts, the ranks of a set share each of them
+    ep_size: int = 1  # groups of ranks: each has other experts, which its ranks shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Build:
+class LayerContext:
     mesh: RankMesh
     dtype: torch.dtype
     device: torch.device
     cache_dtype: torch.dtype  # of keys and values
     tables: TableScheme  # of the embedding and the head; linear layers are given theirs by name
     attention: AttentionBackend
-    experts: ExpertsBuild
+    experts: ExpertsContext
+    num_positions: int | None = None  # of a sequence in this run; None: all the model has

@@ -1,33 +1,41 @@
 """The frame most language models share: embedding, pre-norm residual blocks, final norm, head.
 
-What makes an architecture is the attention and the MLP that its file puts into the blocks.
+`Decoder` as it is runs a plain model: grouped-query attention and a gated MLP or experts, with what
+the spec says of biases, norms and windows. An architecture is a subclass that replaces one of them.
 """
 
 # T tokens in the step, L rows that need logits, D hidden size, V vocabulary
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.kernels.batch import ForwardBatch
-from penstock.layers.build import Build
+from penstock.kernels.forward_batch import ForwardBatch
+from penstock.layers.attention import Attention
 from penstock.layers.cached import CachedLayer
+from penstock.layers.context import LayerContext
 from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.moe import Experts, MoE, Router
+from penstock.layers.moe import Experts, MoE, Router, experts_or_mlp
 from penstock.layers.norm import ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
-from penstock.types.model_spec import ModelSpec
-from penstock.weights.mapping import Rules
+from penstock.types.model_spec import ModelSpec, first_of_each
+from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, Rules, fuse, rules
+
+_FUSED = rules(
+    fuse("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    fuse("gate_up_proj", ("gate_proj", "up_proj")),
+)
+DECODER_WEIGHTS = DECODER_NAMES + _FUSED
+MOE_WEIGHTS = DECODER_NAMES + MOE_NAMES + _FUSED
 
 
 class DecoderBlock(nn.Module):
     def __init__(
-        self, spec: ModelSpec, build: Build, *, attention: CachedLayer, mlp: GatedMLP | MoE
+        self, spec: ModelSpec, build: LayerContext, *, attention: CachedLayer, mlp: GatedMLP | MoE
     ) -> None:
         super().__init__()
         self.input_norm = _norm(spec, build)
@@ -46,38 +54,68 @@ class DecoderBlock(nn.Module):
         return self.mlp(x_TD, batch), residual_TD
 
 
-def _norm(spec: ModelSpec, build: Build) -> ResidualNorm:
+def _norm(spec: ModelSpec, build: LayerContext) -> ResidualNorm:
     return ResidualNorm(
-        spec.hidden_size, spec.norm_eps, build, zero_centred=spec.zero_centred_norms
+        spec.hidden_size, spec.norm_eps, build, zero_centered=spec.zero_centered_norms
     )
 
 
-def _kind(block: DecoderBlock) -> tuple[Any, ...]:
-    """Blocks with the same one run the same kernels."""
-    parameters = tuple((one.shape, one.dtype) for one in block.parameters())
-    return type(block.attention), block.attention.cache_spec(), type(block.mlp), parameters
+def _quantized_as(block: nn.Module) -> Hashable:
+    """Equal for blocks of one kind whose linear layers have the same schemes."""
+    return tuple((one.shape, one.dtype) for one in block.parameters())
 
 
-class Decoder(nn.Module, ABC):
-    """An architecture is a subclass that says what a block is made of, and its weights' names."""
+def grouped_query_attention(
+    spec: ModelSpec, layer: int, rope: Rope, build: LayerContext, **further: Any
+) -> Attention:
+    """The spec's attention; `further`: what `Attention` has that no spec says."""
+    return Attention(
+        spec.hidden_size,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_size,
+        rope=rope,
+        build=build,
+        qkv_bias=spec.attention_bias,
+        out_bias=spec.attention_out_bias,
+        qk_norm_eps=spec.norm_eps if spec.qk_norm else None,
+        window=spec.window_of(layer),
+        zero_centered_norms=spec.zero_centered_norms,
+        **further,
+    )
 
-    weight_rules: Rules
 
-    def __init__(self, spec: ModelSpec, build: Build) -> None:
+class Decoder(nn.Module):
+    """A subclass may say what its blocks are made of, and what checkpoints call its weights."""
+
+    weight_rules: Rules = DECODER_WEIGHTS
+
+    def __init__(self, spec: ModelSpec, build: LayerContext) -> None:
         super().__init__()
-        rope = Rope(spec.rope, spec.head_size, spec.max_position, build.device)
+        rope = Rope(spec.rope, spec.head_size, spec.max_position, build.device, build.num_positions)
         self.embed = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.layers = nn.ModuleList(
             self.block(spec, layer, rope, build) for layer in range(spec.num_layers)
         )
+        self._layer_kinds = tuple(map(spec.layer_kind, range(spec.num_layers)))
         self.norm = _norm(spec, build)
         table = self.embed
         if not spec.tie_embeddings:
             table = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.head = VocabHead(table)
 
-    @abstractmethod
-    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock: ...
+    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: LayerContext) -> DecoderBlock:
+        attention = self.attention(spec, layer, rope, build)
+        return DecoderBlock(spec, build, attention=attention, mlp=self.mlp(spec, layer, build))
+
+    def attention(
+        self, spec: ModelSpec, layer: int, rope: Rope, build: LayerContext
+    ) -> CachedLayer:
+        """What mixes the tokens of a layer."""
+        return grouped_query_attention(spec, layer, rope, build)
+
+    def mlp(self, spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP | MoE:
+        return experts_or_mlp(spec, layer, build)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of every token of the step, after the final norm."""
@@ -93,10 +131,11 @@ class Decoder(nn.Module, ABC):
 
     @contextlib.contextmanager
     def shortened(self) -> Iterator[None]:
-        """With one layer of each kind alone: enough to try what all others do alike."""
+        """Only one layer of each kind for a while: the others run the same kernels. As
+        `ModelSpec.shortened`, and layers that a checkpoint quantizes differently are told apart."""
         layers = self.layers
-        kinds = {_kind(block): block for block in cast(Iterable[DecoderBlock], reversed(layers))}
-        self.layers = nn.ModuleList(reversed(kinds.values()))
+        kinds = zip(self._layer_kinds, map(_quantized_as, layers), strict=True)
+        self.layers = nn.ModuleList(layers[index] for index in first_of_each(kinds))
         try:
             yield
         finally:

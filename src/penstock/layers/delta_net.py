@@ -13,16 +13,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
-from penstock.layers.build import Build
 from penstock.layers.cached import CachedLayer
-from penstock.layers.handover import converted
+from penstock.layers.context import LayerContext
+from penstock.layers.fused_quant import converted
 from penstock.layers.linear import ColumnLinear, Linear, RowLinear
 from penstock.layers.norm import RMSNorm
 from penstock.parallel.parameter import PlacedParameter, new_parameter
-from penstock.parallel.shard import Piece, Share, Span, split, whole
+from penstock.parallel.shard import Piece, Shard, Span, split, whole
 from penstock.types.cache_spec import RecurrentState
 from penstock.types.model_spec import DeltaSpec
 
@@ -38,7 +38,9 @@ class ShortConv(nn.Module):
     whole and cut afterwards.
     """
 
-    def __init__(self, channels: tuple[range, ...], num_all: int, width: int, build: Build) -> None:
+    def __init__(
+        self, channels: tuple[range, ...], num_all: int, width: int, build: LayerContext
+    ) -> None:
         super().__init__()
         self.channels = channels
         self.weight: nn.Parameter = new_parameter((num_all, width), build.dtype, build.device)
@@ -63,7 +65,7 @@ class GatedDeltaNet(CachedLayer):
         spec: DeltaSpec,
         *,
         norm_eps: float,
-        build: Build,
+        build: LayerContext,
     ) -> None:
         super().__init__()
         num_key_heads, num_value_heads = spec.num_key_heads, spec.num_value_heads
@@ -131,7 +133,7 @@ class GatedDeltaNet(CachedLayer):
         return wanted if wanted == self.in_proj_ba.input_format(num_tokens) else PLAIN
 
     def forward(self, x_TC: Activation, batch: ForwardBatch) -> Tensor:
-        """An entry reads and renews its slot; the first tokens of a text begin with zeros."""
+        """An entry reads and renews its slot; the first tokens of a sequence begin with zeros."""
         assert self.conv_SPF is not None and self.state_SVKD is not None, "cache not bound"
         batch = batch.of_group(self.group)
         qkvz_TX = _project(self.in_proj_qkvz, x_TC, batch)
@@ -184,9 +186,9 @@ def _channels(offset: int, heads: Span, size: int) -> range:
 
 
 def _per_head(
-    num_all: int, heads: Span, typical: tuple[float, float], build: Build
+    num_all: int, heads: Span, typical: tuple[float, float], build: LayerContext
 ) -> PlacedParameter:
     """One number per value head, in fp32 whatever the model has: it goes through exponentials."""
-    share = Share(full_size=num_all, source=heads, target=Span(0, heads.size))
-    pieces = (Piece((share,)),)
+    shard = Shard(full_size=num_all, source=heads, target=Span(0, heads.size))
+    pieces = (Piece((shard,)),)
     return new_parameter((heads.size,), torch.float32, build.device, pieces, typical=typical)

@@ -4,10 +4,10 @@
 
 from torch import Tensor, nn
 
-from penstock.layers.build import Build
+from penstock.layers.context import LayerContext
 from penstock.parallel.collectives import all_gather, all_reduce
 from penstock.parallel.shard import split_padded, whole
-from penstock.quant.scheme import LinearShape
+from penstock.quantization.scheme import LinearShape
 
 _ROW_MULTIPLE = 64  # rows are padded to this on every rank: matrix units like full tiles
 
@@ -15,7 +15,7 @@ _ROW_MULTIPLE = 64  # rows are padded to this on every rank: matrix units like f
 class VocabEmbedding(nn.Module):
     """Rank r holds rows [r * W, (r + 1) * W) of the padded table."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, build: LayerContext) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.ranks = build.mesh.role("vocab")

@@ -18,9 +18,9 @@ from penstock.kernels.formats import (
     Int8Static,
     Plain,
 )
-from penstock.kernels.fp8 import quantize_fp8, rms_norm_fp8, silu_mul_fp8
-from penstock.kernels.int8 import quantize_int8
 from penstock.kernels.norm import add_rms_norm, rms_norm
+from penstock.kernels.quantize import quantize_fp8, rms_norm_fp8, silu_mul_fp8
+from penstock.kernels.quantize.reference import quantize_int8
 
 
 def normed(
@@ -62,7 +62,7 @@ def converted(x_TD: Tensor, wanted: InputFormat) -> Activation:
 
 
 def _scaling(wanted: InputFormat) -> tuple[Tensor | None, int]:
-    """The scale and the group size that the ops on 8-bit floats take."""
+    """The scale and the group size that the FP8 ops take."""
     match wanted:
         case Fp8Static(scale_1):
             return scale_1, 0

@@ -1,4 +1,4 @@
-"""Linear layers: a share of a matrix on each rank of a role, kept and applied by a scheme.
+"""Linear layers: a shard of a matrix on each rank of a role, stored and applied by a scheme.
 
 Column layers split the outputs and exchange nothing; row layers split the inputs and sum.
 """
@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, InputFormat
-from penstock.layers.build import Build
-from penstock.layers.handover import gated
+from penstock.kernels.forward_batch import ForwardBatch
+from penstock.layers.context import LayerContext
+from penstock.layers.fused_quant import gated
 from penstock.parallel.collectives import all_reduce
-from penstock.parallel.shard import Share, Span, split, split_heads, stack_shares, whole
-from penstock.quant.scheme import LinearScheme, LinearShape
+from penstock.parallel.shard import Shard, Span, split, split_heads, stack_shards, whole
+from penstock.quantization.scheme import LinearScheme, LinearShape
 
 PostOp = Callable[[Activation, Tensor, ForwardBatch], Tensor]
 
@@ -24,7 +24,7 @@ class Linear(nn.Module):
     """`post_op(x_TI, y_TO, batch)` may replace the output: the one place where adapters attach."""
 
     def __init__(
-        self, outputs: tuple[Share, ...], inputs: Share, *, bias: bool, build: Build
+        self, outputs: tuple[Shard, ...], inputs: Shard, *, bias: bool, build: LayerContext
     ) -> None:
         super().__init__()
         self.shape = LinearShape(outputs=outputs, inputs=inputs, has_bias=bias)
@@ -33,7 +33,7 @@ class Linear(nn.Module):
         self.post_op: PostOp | None = None
 
     def use(self, scheme: LinearScheme) -> None:
-        """How the numbers are kept; said once the layer's place in the model is known."""
+        """How the weights are stored; set once the layer's place in the model is known."""
         self.scheme = scheme
         scheme.create(self, self.shape, self.dtype, self.device)
 
@@ -66,14 +66,14 @@ class ColumnLinear(Linear):
     """Several matrices with the same input, one after the other, each split over the role."""
 
     def __init__(
-        self, in_size: int, out_sizes: Sequence[int], *, role: str, bias: bool, build: Build
+        self, in_size: int, out_sizes: Sequence[int], *, role: str, bias: bool, build: LayerContext
     ) -> None:
         ranks = build.mesh.role(role)
         parts = [
             (size, split(f"a layer's width ({role})", size, ranks.size, ranks.rank))
             for size in out_sizes
         ]
-        super().__init__(stack_shares(parts), whole(in_size), bias=bias, build=build)
+        super().__init__(stack_shards(parts), whole(in_size), bias=bias, build=build)
 
 
 class QKVLinear(Linear):
@@ -90,7 +90,7 @@ class QKVLinear(Linear):
         head_size: int,
         *,
         bias: bool,
-        build: Build,
+        build: LayerContext,
         gated: bool = False,
     ) -> None:
         ranks = build.mesh.role("attention")
@@ -104,7 +104,7 @@ class QKVLinear(Linear):
             columns(num_kv_heads, heads.kv, head_size),
             columns(num_kv_heads, heads.kv, head_size),
         ]
-        super().__init__(stack_shares(parts), whole(in_size), bias=bias, build=build)
+        super().__init__(stack_shards(parts), whole(in_size), bias=bias, build=build)
         self.num_heads = heads.query.size  # on this rank
         self.num_kv_heads = heads.kv.size
 
@@ -122,12 +122,12 @@ class RowLinear(Linear):
         *,
         role: str,
         bias: bool,
-        build: Build,
+        build: LayerContext,
         is_summed: bool = True,
     ) -> None:
         ranks = build.mesh.role(role)
         span = split(f"a layer's width ({role})", in_size, ranks.size, ranks.rank)
-        inputs = Share(full_size=in_size, source=span, target=Span(0, span.size))
+        inputs = Shard(full_size=in_size, source=span, target=Span(0, span.size))
         super().__init__((whole(out_size),), inputs, bias=bias, build=build)
         self.ranks, self.is_summed = ranks, is_summed
 

@@ -18,15 +18,15 @@ from penstock.kernels.attention.mla import (
     prefill,
     prefill_plan,
 )
-from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, InputFormat
-from penstock.layers.build import Build
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.cached import CachedLayer
-from penstock.layers.handover import converted, normed
+from penstock.layers.context import LayerContext
+from penstock.layers.fused_quant import converted, normed
 from penstock.layers.linear import ColumnLinear, Linear, RowLinear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rope import Rope
-from penstock.parallel.shard import Span, split, stack_shares, whole
+from penstock.parallel.shard import Span, split, stack_shards, whole
 from penstock.types.cache_spec import LatentKV
 from penstock.types.model_spec import LatentSpec
 
@@ -34,7 +34,7 @@ _NORM_EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
 
 
 class LatentAttention(CachedLayer):
-    captures_chunks = False  # cached text is brought into another form in as many pieces as it has
+    captures_chunks = False  # a cached prefix is expanded in as many pieces as it has
 
     """`scale` multiplies the scores."""
 
@@ -46,7 +46,7 @@ class LatentAttention(CachedLayer):
         *,
         scale: float,
         rope: Rope,
-        build: Build,
+        build: LayerContext,
         bias: bool = False,
     ) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LatentAttention(CachedLayer):
             )
         cached_size = latent.kv_rank + latent.rope_size
         self.qkv_a_proj = Linear(  # two layers with the same input
-            stack_shares([queries, (cached_size, Span(0, cached_size))]),
+            stack_shards([queries, (cached_size, Span(0, cached_size))]),
             whole(hidden_size),
             bias=bias,
             build=build,

@@ -4,9 +4,9 @@
 
 from torch import Tensor, nn
 
-from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import Activation, InputFormat
-from penstock.layers.build import Build
+from penstock.kernels.forward_batch import ForwardBatch
+from penstock.layers.context import LayerContext
 from penstock.layers.linear import ColumnLinear, RowLinear
 
 
@@ -14,14 +14,20 @@ class GatedMLP(nn.Module):
     """`is_summed` as of its last layer."""
 
     def __init__(
-        self, hidden_size: int, inner_size: int, *, bias: bool, build: Build, is_summed: bool = True
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        build: LayerContext,
+        is_summed: bool = True,
     ) -> None:
         super().__init__()
         self.gate_up_proj = ColumnLinear(
-            hidden_size, (inner_size, inner_size), role="mlp", bias=bias, build=build
+            hidden_size, (intermediate_size, intermediate_size), role="mlp", bias=bias, build=build
         )
         self.down_proj = RowLinear(
-            inner_size, hidden_size, role="mlp", bias=bias, build=build, is_summed=is_summed
+            intermediate_size, hidden_size, role="mlp", bias=bias, build=build, is_summed=is_summed
         )
 
     def input_format(self, num_tokens: int) -> InputFormat:

@@ -1,7 +1,7 @@
 """A feed-forward block of many experts: a router sends each token to a few, a shared one sees all.
 
-Every rank of the role "experts" holds a share of the features of every expert, an equal one where
-the number format allows it. In several sets of ranks, those of a set share the experts of the set.
+Every rank of the role "experts" holds a shard of every expert, an equal one where the number format
+allows it. With expert parallelism each group of ranks has other experts, which its ranks shard.
 """
 
 # T tokens in the step, D hidden size, E experts, S slots, K experts of a token
@@ -9,16 +9,16 @@ the number format allows it. In several sets of ranks, those of a set share the 
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.batch import ForwardBatch
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.moe import SILU, Gate, Routing, add_shared, route, router_logits
-from penstock.layers.build import Build
-from penstock.layers.handover import converted
+from penstock.layers.context import LayerContext
+from penstock.layers.fused_quant import converted
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Span, split, split_groups
-from penstock.quant.scheme import ExpertsScheme, ExpertsShape
+from penstock.quantization.scheme import ExpertsScheme, ExpertsShape
 from penstock.types.model_spec import ModelSpec
 
 
@@ -36,7 +36,13 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, *, bias: bool, correction: bool, build: Build
+        self,
+        hidden_size: int,
+        num_experts: int,
+        *,
+        bias: bool,
+        correction: bool,
+        build: LayerContext,
     ) -> None:
         super().__init__()
         self.bias: Tensor | None = None
@@ -71,21 +77,25 @@ class Experts(nn.Module):
         self,
         num_experts: int,
         hidden_size: int,
-        inner_size: int,
+        intermediate_size: int,
         *,
         bias: bool,
         gate: Gate,
-        build: Build,
+        build: LayerContext,
     ) -> None:
         super().__init__()
-        self.ranks, self.num_sets = build.mesh.role("experts"), build.experts.num_sets
+        self.ranks, self.ep_size = build.mesh.role("experts"), build.experts.ep_size
         self.num_experts = num_experts
         self.span = split_groups(
-            "the number of experts", num_experts, 1, self.num_sets, self.ranks.rank % self.num_sets
+            "the number of experts", num_experts, 1, self.ep_size, self.ranks.rank % self.ep_size
         )
         self.num_slots = self.span.size
         self.has_all = self.num_slots == num_experts
-        self.hidden_size, self.inner_size, self.has_bias = hidden_size, inner_size, bias
+        self.hidden_size, self.intermediate_size, self.has_bias = (
+            hidden_size,
+            intermediate_size,
+            bias,
+        )
         self.dtype, self.device = build.dtype, build.device
         self.gate = gate
         self.by_reference, self.max_tokens = build.experts.by_reference, build.experts.max_tokens
@@ -100,25 +110,25 @@ class Experts(nn.Module):
         self.load_S: Tensor
 
     def use(self, scheme: ExpertsScheme) -> None:
-        """How the numbers are kept; said once the layer's place in the model is known."""
+        """How the weights are stored; set once the layer's place in the model is known."""
         self.scheme = scheme
         shape = ExpertsShape(
             num_experts=self.num_experts,
             experts=self.span,
             hidden_size=self.hidden_size,
-            num_features=self.inner_size,
+            intermediate_size=self.intermediate_size,
             features=self._features(scheme.group),
             has_bias=self.has_bias,
         )
         scheme.create(self, shape, self.dtype, self.device)
 
     def _features(self, group: int) -> Span:
-        """Of this rank: an equal share, or as equal a one as groups allow."""
-        what, size = "an expert's width", self.ranks.size // self.num_sets
-        rank = self.ranks.rank // self.num_sets
+        """Of this rank: an equal shard, or as equal a one as groups allow."""
+        what, size = "an expert's width", self.ranks.size // self.ep_size
+        rank = self.ranks.rank // self.ep_size
         if group == 1:
-            return split(what, self.inner_size, size, rank)
-        return split_groups(what, self.inner_size, group, size, rank)
+            return split(what, self.intermediate_size, size, rank)
+        return split_groups(what, self.intermediate_size, group, size, rank)
 
     def finish(self) -> None:
         """After loading: the parameters are now the scheme's own and no checkpoint fits them."""
@@ -129,7 +139,7 @@ class Experts(nn.Module):
         size = self.max_tokens or max(x_TD.shape[0], 1)
         # The bias of an expert enters the sum once.
         parts = [
-            self.scheme.apply(self, *tensors, add_bias=self.ranks.rank < self.num_sets)
+            self.scheme.apply(self, *tensors, add_bias=self.ranks.rank < self.ep_size)
             for tensors in zip(
                 x_TD.split(size), slots_TK.split(size), weights_TK.split(size), strict=True
             )
@@ -138,22 +148,22 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """`shared_size`: features of an expert that every token goes through; 0: there is none.
+    """`shared_intermediate_size`: of the expert that every token goes through; 0: there is none.
     `shared_gate`: its output is multiplied by a sigmoid of the input."""
 
     def __init__(
         self,
         hidden_size: int,
         num_experts: int,
-        inner_size: int,
+        intermediate_size: int,
         *,
         routing: Routing,
-        build: Build,
+        build: LayerContext,
         gate: Gate = SILU,
         bias: bool = False,
         router_bias: bool = False,
         correction: bool = False,
-        shared_size: int = 0,
+        shared_intermediate_size: int = 0,
         shared_gate: bool = False,
     ) -> None:
         super().__init__()
@@ -162,12 +172,12 @@ class MoE(nn.Module):
             hidden_size, num_experts, bias=router_bias, correction=correction, build=build
         )
         self.experts = Experts(
-            num_experts, hidden_size, inner_size, bias=bias, gate=gate, build=build
+            num_experts, hidden_size, intermediate_size, bias=bias, gate=gate, build=build
         )
         self.shared = None
-        if shared_size:
+        if shared_intermediate_size:
             self.shared = GatedMLP(
-                hidden_size, shared_size, bias=False, build=build, is_summed=False
+                hidden_size, shared_intermediate_size, bias=False, build=build, is_summed=False
             )
             assert build.mesh.role("mlp") == build.mesh.role("experts"), build.mesh
         self.shared_gate: Tensor | None = None
@@ -194,21 +204,17 @@ class MoE(nn.Module):
         return all_reduce(y_TD, self.experts.ranks)
 
 
-def experts_or_mlp(spec: ModelSpec, layer: int, build: Build) -> GatedMLP | MoE:
-    """What most models with experts have in a layer: those, or where the spec says so an MLP.
-
-    The shared expert, where there is one, has a gate.
-    """
+def experts_or_mlp(spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP | MoE:
+    """A gated MLP, or experts where the spec has them. The shared expert, if any, has a gate."""
     moe = spec.moe
-    assert moe is not None
-    if not moe.layers[layer]:
-        return GatedMLP(spec.hidden_size, spec.intermediate_size, bias=False, build=build)
+    if moe is None or not moe.layers[layer]:
+        return GatedMLP(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, build=build)
     return MoE(
         spec.hidden_size,
         moe.num_experts,
-        moe.inner_size,
+        moe.intermediate_size,
         routing=Routing(num_active=moe.num_active, renormalize=moe.renormalize),
         build=build,
-        shared_size=moe.shared_size,
-        shared_gate=moe.shared_size > 0,
+        shared_intermediate_size=moe.shared_intermediate_size,
+        shared_gate=moe.shared_intermediate_size > 0,
     )

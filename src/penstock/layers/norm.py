@@ -1,30 +1,32 @@
 """RMS normalisation, alone and with the residual sum folded in."""
 
-# T tokens in the step, D size of what is normalised
+# T tokens in the step, D size of what is normalized
 
 import torch
 from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.norm import rms_norm
-from penstock.layers.build import Build
-from penstock.layers.handover import normed
+from penstock.layers.context import LayerContext
+from penstock.layers.fused_quant import normed
 from penstock.parallel.parameter import new_parameter
 
 
 class RMSNorm(nn.Module):
-    """`zero_centred`: the checkpoint has what is added to one. The sum is kept in fp32, since small
-    numbers beside a one are lost in a shorter float."""
+    """`zero_centered`: the checkpoint has what is added to one. The sum is in fp32: small numbers
+    beside a one are lost in a shorter float."""
 
-    def __init__(self, size: int, eps: float, build: Build, *, zero_centred: bool = False) -> None:
+    def __init__(
+        self, size: int, eps: float, build: LayerContext, *, zero_centered: bool = False
+    ) -> None:
         super().__init__()
-        self.eps, self.zero_centred = eps, zero_centred
-        dtype, typical = (torch.float32, (0.0, 0.1)) if zero_centred else (build.dtype, None)
+        self.eps, self.zero_centered = eps, zero_centered
+        dtype, typical = (torch.float32, (0.0, 0.1)) if zero_centered else (build.dtype, None)
         self.weight = new_parameter((size,), dtype, build.device, typical=typical)
 
     def finish(self) -> None:
         """After loading: the weight is what is multiplied with."""
-        if self.zero_centred:
+        if self.zero_centered:
             self.weight.add_(1.0)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ class RMSNorm(nn.Module):
 class ResidualNorm(RMSNorm):
     """Adds a block's output to the residual stream and normalises the sum; returns both.
 
-    The normalised one comes in the form that the layer behind it wants.
+    The normalized one comes in the form that the layer behind it wants.
     """
 
     def forward(  # type: ignore[override]

@@ -1,6 +1,7 @@
 """Rotary position embedding: the table of cosines and sines that `RopeSpec` describes.
 
-One table per model, indexed by absolute position. The rotation itself is an op.
+One table per model, indexed by absolute position, as long as the run's sequences may become. The
+rotation itself is an op.
 
 Dynamic NTK scaling depends on the length of the sequence, and a table cannot: sequences of many
 lengths share a step, and cached keys were rotated earlier. So the length is fixed when the model is
@@ -21,19 +22,33 @@ from penstock.types.model_spec import RopeSpec
 
 class Rope(nn.Module):
     def __init__(
-        self, spec: RopeSpec, head_size: int, max_position: int, device: torch.device
+        self,
+        spec: RopeSpec,
+        head_size: int,
+        max_position: int,
+        device: torch.device,
+        num_positions: int | None = None,
     ) -> None:
+        """`max_position` is the model's and decides the angles; `num_positions`, of which the table
+        has the first, is the run's. None: all of them."""
         super().__init__()
-        table_PR = cos_sin_table(spec, head_size, max_position).to(device)
+        table_PR = cos_sin_table(spec, head_size, max_position, num_positions).to(device)
         self.register_buffer("cos_sin_PR", table_PR, persistent=False)
         self.cos_sin_PR: Tensor
 
 
-def cos_sin_table(spec: RopeSpec, head_size: int, max_position: int) -> Tensor:
+def cos_sin_table(
+    spec: RopeSpec, head_size: int, max_position: int, num_positions: int | None = None
+) -> Tensor:
     """float32 [P, R]: the cosines of each position, then its sines, times the attention factor."""
     inv_freq_F = inverse_frequencies(spec, head_size, max_position)
-    angles_PF = torch.arange(max_position, dtype=torch.float32)[:, None] * inv_freq_F
-    return torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1) * attention_factor(spec)
+    num_positions = max_position if num_positions is None else num_positions
+    angles_PF = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq_F
+    table_PR = torch.empty(num_positions, 2 * inv_freq_F.shape[0])
+    cos_PF, sin_PF = table_PR.chunk(2, dim=-1)
+    torch.cos(angles_PF, out=cos_PF)
+    torch.sin(angles_PF, out=sin_PF)
+    return table_PR.mul_(attention_factor(spec))
 
 
 def inverse_frequencies(spec: RopeSpec, head_size: int, max_position: int) -> Tensor:

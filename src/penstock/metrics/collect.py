@@ -1,12 +1,13 @@
 """Events -> counters and histograms, in a registry of their own. Counts, never decides.
 
-The numbers lie in a row of cells that other processes may see (`ipc.shared`): each front end of a
+The numbers lie in a row of cells that other processes may see (`ipc.shared`): each API server of a
 server counts in its own row, and whichever is asked shows the sums.
 """
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -34,26 +35,62 @@ _REQUEST_S = (
 _TOKENS = tuple(float(1 << power) for power in range(0, 21, 1))
 
 
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": _FIRST_TOKEN_S,
-    "inter_token_latency_seconds": _PER_TOKEN_S,
-    "time_per_output_token_seconds": _PER_TOKEN_S,
-    "e2e_request_latency_seconds": _REQUEST_S,
-    "request_decode_time_seconds": _REQUEST_S,
-    "request_prompt_tokens": _TOKENS,
-    "request_generation_tokens": _TOKENS,
-    "iteration_latency_seconds": _PER_TOKEN_S,
-    "iteration_tokens": _TOKENS,
+# name -> bounds of its buckets, and what is counted
+_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "time_to_first_token_seconds": (
+        _FIRST_TOKEN_S,
+        "Seconds from a request's arrival to the first output token of each of its samples, "
+        "streamed or not",
+    ),
+    "inter_token_latency_seconds": (
+        _PER_TOKEN_S,
+        "Seconds between two output tokens of a streamed sample, once per token; tokens that "
+        "arrive together share their interval",
+    ),
+    "time_per_output_token_seconds": (
+        _PER_TOKEN_S,
+        "Seconds per output token after the first, averaged over a streamed sample, once per "
+        "sample",
+    ),
+    "e2e_request_latency_seconds": (
+        _REQUEST_S,
+        "Seconds from a request's arrival to the end of each of its samples",
+    ),
+    "request_decode_time_seconds": (
+        _REQUEST_S,
+        "Seconds from the first to the last output token of a streamed sample",
+    ),
+    "request_prompt_tokens": (_TOKENS, "Prompt tokens of each finished sample"),
+    "request_generation_tokens": (_TOKENS, "Output tokens of each finished sample"),
+    "iteration_latency_seconds": (
+        _PER_TOKEN_S,
+        "Seconds from the planning of an engine step to its commit",
+    ),
+    "iteration_tokens": (_TOKENS, "Prompt and decode tokens computed in an engine step"),
 }
 _OTHER = "other"
-# counter -> its label and the values that may have; without a label there is one value
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "request_success": ("finished_reason", (*FinishReason, _OTHER)),
-    "requests_refused": (
+
+
+class _Counted(NamedTuple):
+    label: str  # without one there is one value
+    values: tuple[str, ...]
+    help: str
+
+
+_COUNTERS: dict[str, _Counted] = {
+    "request_success": _Counted(
+        "finished_reason",
+        (*FinishReason, _OTHER),
+        "Samples that ended, by the reason they ended for",
+    ),
+    "requests_refused": _Counted(
         "status",
         ("400", "401", "404", "405", "413", "429", "500", "503", _OTHER),
+        "Requests answered with an error before they reached the engine, by HTTP status",
     ),
-    "prompt_tokens_cached": ("", ("",)),
+    "prompt_tokens_cached": _Counted(
+        "", ("",), "Prompt tokens of finished samples whose KV cache was reused"
+    ),
 }
 
 Row = MutableSequence[float]
@@ -85,12 +122,12 @@ class Counter:
 def _layout() -> Iterator[tuple[str, int]]:
     """Every metric and its first cell; the last name is that of the end."""
     at = 1  # the first cell says which iterations have been shown
-    for name, bounds in _HISTOGRAMS.items():
+    for name, (bounds, _) in _HISTOGRAMS.items():
         yield name, at
         at += len(bounds) + 2
-    for name, (_, labels) in _COUNTERS.items():
+    for name, counted in _COUNTERS.items():
         yield name, at
-        at += len(labels)
+        at += len(counted.values)
     yield "", at
 
 
@@ -101,8 +138,8 @@ NUM_CELLS = _FIRST_CELL[""]
 class Metrics:
     """Everything `/prometheus/metrics` and `/metrics` show.
 
-    `rows` are those of all front ends, `own` is the index of ours. All are told of every iteration;
-    the first counts them.
+    `rows` are those of all API servers, `own` is the index of ours. All are told of every
+    iteration; the first counts them.
     """
 
     def __init__(
@@ -117,7 +154,8 @@ class Metrics:
         rows = [array("d", bytes(8 * NUM_CELLS))] if rows is None else rows
         row = rows[own]
         histograms = {
-            name: Histogram(bounds, row, _FIRST_CELL[name]) for name, bounds in _HISTOGRAMS.items()
+            name: Histogram(bounds, row, _FIRST_CELL[name])
+            for name, (bounds, _) in _HISTOGRAMS.items()
         }
         self._ttft = histograms["time_to_first_token_seconds"]
         self._itl = histograms["inter_token_latency_seconds"]
@@ -129,7 +167,8 @@ class Metrics:
         self._iteration_s = histograms["iteration_latency_seconds"]
         self._iteration_tokens = histograms["iteration_tokens"]
         totals = {
-            name: Counter(labels, row, _FIRST_CELL[name]) for name, (_, labels) in _COUNTERS.items()
+            name: Counter(counted.values, row, _FIRST_CELL[name])
+            for name, counted in _COUNTERS.items()
         }
         self._success = totals["request_success"]
         self._refused = totals["requests_refused"]
@@ -183,17 +222,17 @@ class RowCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         cells = [sum(column) for column in zip(*self._rows, strict=True)]
-        for name, bounds in _HISTOGRAMS.items():
+        for name, (bounds, help) in _HISTOGRAMS.items():
             at = _FIRST_CELL[name]
-            yield self._histogram(name, bounds, cells[at : at + len(bounds) + 2])
-        for name, (label, values) in _COUNTERS.items():
+            yield self._histogram(name, help, bounds, cells[at : at + len(bounds) + 2])
+        for name, counted in _COUNTERS.items():
             at = _FIRST_CELL[name]
-            yield self._counter(name, label, dict(zip(values, cells[at:], strict=False)))
+            yield self._counter(name, counted, cells[at:])
 
-    def _histogram(self, name: str, bounds: tuple[float, ...], cells: Sequence[float]) -> Metric:
-        family = HistogramMetricFamily(
-            f"penstock_{name}", name.replace("_", " "), labels=["model_name"]
-        )
+    def _histogram(
+        self, name: str, help: str, bounds: tuple[float, ...], cells: Sequence[float]
+    ) -> Metric:
+        family = HistogramMetricFamily(f"penstock_{name}", help, labels=["model_name"])
         buckets, num_so_far = [], 0.0
         for bound, count in zip((*bounds, float("inf")), cells, strict=False):
             num_so_far += count
@@ -201,10 +240,11 @@ class RowCollector(Collector):
         family.add_metric([self._model_name], buckets, sum_value=cells[-1])
         return family
 
-    def _counter(self, name: str, label: str, totals: dict[str, float]) -> Metric:
+    def _counter(self, name: str, counted: _Counted, cells: Sequence[float]) -> Metric:
+        label = counted.label
         labels = ["model_name", label] if label else ["model_name"]
-        family = CounterMetricFamily(f"penstock_{name}", name.replace("_", " "), labels=labels)
-        for value, total in totals.items():
+        family = CounterMetricFamily(f"penstock_{name}", counted.help, labels=labels)
+        for value, total in zip(counted.values, cells, strict=False):
             if total or not label:
                 family.add_metric([self._model_name, value] if label else [self._model_name], total)
         return family

@@ -7,7 +7,7 @@ import msgspec
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """The first output token of a sample reached the front end."""
+    """The first output token of a sample reached the API server."""
 
     since_arrival_s: float
 

@@ -42,6 +42,31 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "penstock_prompt_tokens_cached": ("vllm:prompt_tokens_cached",),
 }
 
+_HELP: Mapping[str, str] = {  # fields of `EngineCounters`
+    "steps": "Engine steps: batches that went through the model",
+    "prompt_tokens": "Prompt tokens computed; those reused from the prefix cache do not count",
+    "generated_tokens": "Output tokens sampled by the engine",
+    "prefill_chunks": "Pieces in which prompts were computed; a prompt in one piece counts once",
+    "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
+    "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
+    "preemptions": "Running sequences that gave their KV blocks back and returned to the queue",
+    "swapped_out_blocks": "KV blocks swapped out to host memory when their sequence was preempted",
+    "swapped_in_blocks": "KV blocks swapped in from host memory when their sequence resumed",
+    "max_steps_in_flight": "Most engine steps under way at once since start",
+    "graph_replays": "Engine steps that replayed a CUDA graph",
+    "finished": "Sequences that ended by themselves: stop token or length",
+    "aborted": "Sequences that were ended early: a client left, or a stop string was found",
+    "failed": "Sequences that ended with an error of the engine",
+    "running": "Sequences that take part in engine steps now",
+    "waiting": "Sequences that wait to be admitted now",
+    "used_blocks": "KV blocks that sequences hold now",
+    "cached_blocks": "KV blocks that are free and still hold a reusable prefix now",
+    "total_blocks": "KV blocks of the cache, used or free",
+}
+_EXPOSED_AS: Mapping[str, str] = {  # fields whose metric has another name, which users have
+    "swapped_out_blocks": "kept_blocks",
+    "swapped_in_blocks": "fetched_blocks",
+}
 _GAUGES = frozenset(
     ("max_steps_in_flight", "running", "waiting", "used_blocks", "cached_blocks", "total_blocks")
 )
@@ -92,18 +117,21 @@ class EngineCollector(Collector):
         counters = self._counters()
         for field in fields(EngineCounters):
             value = getattr(counters, field.name)
-            for name in (f"penstock_{field.name}", *_COUNTER_ALIASES.get(field.name, ())):
-                yield self._family(name, value, is_gauge=field.name in _GAUGES)
+            own_name = f"penstock_{_EXPOSED_AS.get(field.name, field.name)}"
+            for name in (own_name, *_COUNTER_ALIASES.get(field.name, ())):
+                yield self._family(name, _HELP[field.name], value, is_gauge=field.name in _GAUGES)
         usage = counters.used_blocks / counters.total_blocks if counters.total_blocks else 0.0
         queried = counters.prefix_query_tokens
-        yield self._family("trtllm_kv_cache_utilization", usage, is_gauge=True)
-        yield self._family("vllm:kv_cache_usage_perc", usage, is_gauge=True)
+        for name in ("trtllm_kv_cache_utilization", "vllm:kv_cache_usage_perc"):
+            help = "Share of the KV blocks that sequences hold now, 0 to 1"
+            yield self._family(name, help, usage, is_gauge=True)
         hit_rate = counters.prefix_hit_tokens / queried if queried else 0.0
-        yield self._family("trtllm_kv_cache_hit_rate", hit_rate, is_gauge=True)
+        help = "Share of the prompt tokens looked up since start that the prefix cache had, 0 to 1"
+        yield self._family("trtllm_kv_cache_hit_rate", help, hit_rate, is_gauge=True)
 
-    def _family(self, name: str, value: float, *, is_gauge: bool) -> Metric:
+    def _family(self, name: str, help: str, value: float, *, is_gauge: bool) -> Metric:
         kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
-        family = kind(name, name.partition("_")[2].replace("_", " "), labels=["model_name"])
+        family = kind(name, help, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
 

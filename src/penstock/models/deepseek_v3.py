@@ -1,8 +1,8 @@
 """DeepSeek V2, V3 and R1: latent attention; after the first layers, experts beside shared ones."""
 
 from penstock.kernels.moe import Routing
-from penstock.layers.build import Build
-from penstock.layers.decoder import Decoder, DecoderBlock
+from penstock.layers.context import LayerContext
+from penstock.layers.decoder import Decoder
 from penstock.layers.mla import LatentAttention
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import MoE
@@ -22,7 +22,7 @@ from penstock.weights.mapping import (
 
 def weight_rules(spec: ModelSpec) -> Rules:
     assert spec.latent is not None, spec
-    drafts = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
+    drafts = range(spec.num_layers, spec.num_layers + spec.num_nextn_predict_layers)
     queries = "q_proj" if spec.latent.q_rank is None else "q_a_proj"
     return (
         rules(*(skip_module(f"model.layers.{layer}") for layer in drafts))
@@ -34,20 +34,22 @@ def weight_rules(spec: ModelSpec) -> Rules:
             rename("q_a_layernorm", "q_norm"),
             rename("kv_a_layernorm", "kv_norm"),
             fuse("gate_up_proj", ("gate_proj", "up_proj")),
-            skip("rotary_emb.inv_freq"),  # kept by old converters; it follows from the config
+            skip("rotary_emb.inv_freq"),  # of old converters; it follows from the config
         )
     )
 
 
 class DeepseekForCausalLM(Decoder):
-    def __init__(self, spec: ModelSpec, build: Build) -> None:
+    def __init__(self, spec: ModelSpec, build: LayerContext) -> None:
         super().__init__(spec, build)
         self.weight_rules = weight_rules(spec)
 
-    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock:
+    def attention(
+        self, spec: ModelSpec, layer: int, rope: Rope, build: LayerContext
+    ) -> LatentAttention:
         assert spec.latent is not None, spec
         head_size = spec.latent.nope_size + spec.latent.rope_size
-        attention = LatentAttention(
+        return LatentAttention(
             spec.hidden_size,
             spec.num_heads,
             spec.latent,
@@ -56,9 +58,8 @@ class DeepseekForCausalLM(Decoder):
             build=build,
             bias=spec.attention_bias,
         )
-        return DecoderBlock(spec, build, attention=attention, mlp=self._mlp(spec, layer, build))
 
-    def _mlp(self, spec: ModelSpec, layer: int, build: Build) -> GatedMLP | MoE:
+    def mlp(self, spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP | MoE:
         moe = spec.moe
         assert moe is not None, spec
         if not moe.layers[layer]:
@@ -75,9 +76,9 @@ class DeepseekForCausalLM(Decoder):
         return MoE(
             spec.hidden_size,
             moe.num_experts,
-            moe.inner_size,
+            moe.intermediate_size,
             routing=routing,
             build=build,
             correction=moe.score == "sigmoid",
-            shared_size=moe.shared_size,
+            shared_intermediate_size=moe.shared_intermediate_size,
         )

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.hub.gguf import GgufFile
+from penstock.hub.gguf_file import GgufFile
+from penstock.models.fields import Fields
 
 _MODEL_TYPES = {
     "llama": "llama",
@@ -21,7 +22,8 @@ _F32 = 0
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     """The fields of config.json that describe this model."""
-    architecture = file.metadata.get("general.architecture", "")
+    head = Fields(file.path, file.metadata, "the head")
+    architecture = head.text("general.architecture")
     if architecture not in _MODEL_TYPES:
         raise ConfigError(
             f"'{file.path}': GGUF architecture '{architecture}' is not supported; "
@@ -32,10 +34,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         return file.metadata.get(f"{architecture}.{name}", default)
 
     model_type = _MODEL_TYPES[architecture]
-    if model_type == "llama" and get("expert_count"):
+    num_experts = head.count(f"{architecture}.expert_count", 0, least=0)
+    if model_type == "llama" and num_experts:
         model_type = "mixtral"
 
-    tokens = file.metadata.get("tokenizer.ggml.tokens", ())
+    tokens = head.texts("tokenizer.ggml.tokens") or ()
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
     has_bias = "blk.0.attn_q.bias" in file.tensors
     config = {
@@ -52,12 +55,13 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": has_bias,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_ids(file),
+        "eos_token_id": _end_ids(head),
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
-        "rope_parameters": _rope(file, get),
+        "rope_parameters": _rope(file, head, architecture),
     }
-    if get("expert_count"):
-        config |= {"qkv_bias": has_bias} | _experts(file, get)
+    if num_experts:
+        num_layers = head.count(f"{architecture}.block_count", most=1 << 12)
+        config |= {"qkv_bias": has_bias} | _experts(file, get, num_layers)
     if (window := get("attention.sliding_window")) is not None:
         if model_type != "llama":
             raise ConfigError(f"'{file.path}': a sliding window of {model_type} is not supported")
@@ -77,9 +81,9 @@ def whole_config(file: GgufFile, architecture: str) -> dict[str, Any]:
     return {"architectures": [architecture], "torch_dtype": "bfloat16"} | stated
 
 
-def _experts(file: GgufFile, get: Any) -> dict[str, Any]:
+def _experts(file: GgufFile, get: Any, num_layers: int) -> dict[str, Any]:
     """Some widths are stored as numbers, all can be seen on the tensors."""
-    layers = range(get("block_count"))
+    layers = range(num_layers)
     sparse = [n for n in layers if f"blk.{n}.ffn_gate_inp.weight" in file.tensors]
     if not sparse:
         raise ConfigError(f"'{file.path}' has {get('expert_count')} experts, but no router")
@@ -89,27 +93,30 @@ def _experts(file: GgufFile, get: Any) -> dict[str, Any]:
         return tensor.shape[-1] if tensor is not None else None
 
     is_qwen3 = file.metadata["general.architecture"] == "qwen3moe"
-    inner_size = get("expert_feed_forward_length", width("exps"))
+    intermediate_size = get("expert_feed_forward_length", width("exps"))
     return {
-        "intermediate_size": get("feed_forward_length", inner_size),
+        "intermediate_size": get("feed_forward_length", intermediate_size),
         "num_experts": get("expert_count"),
         "num_experts_per_tok": get("expert_used_count"),
-        "moe_intermediate_size": inner_size,
+        "moe_intermediate_size": intermediate_size,
         "shared_expert_intermediate_size": get("expert_shared_feed_forward_length", width("shexp")),
         "norm_topk_prob": get("expert_weights_norm", is_qwen3),
         "mlp_only_layers": [n for n in layers if n not in sparse],
     }
 
 
-def _end_ids(file: GgufFile) -> list[int]:
+def _end_ids(head: Fields) -> list[int]:
     """End of text and, where it is another token, end of turn."""
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    found = (file.metadata.get(name) for name in names)
-    return list(dict.fromkeys(token_id for token_id in found if token_id is not None))
+    found = [head.count(name, least=0) for name in names if head.get(name) is not None]
+    return list(dict.fromkeys(found))
 
 
-def _rope(file: GgufFile, get: Any) -> dict[str, Any]:
-    theta = float(get("rope.freq_base", 10000.0))
+def _rope(file: GgufFile, head: Fields, architecture: str) -> dict[str, Any]:
+    def get(name: str, default: Any = None) -> Any:
+        return head.get(f"{architecture}.{name}", default)
+
+    theta = head.number(f"{architecture}.rope.freq_base", 10000.0, above=1.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if _ROPE_FACTORS in file.tensors:
         return rope | _llama3(file, theta)
@@ -117,15 +124,16 @@ def _rope(file: GgufFile, get: Any) -> dict[str, Any]:
     if kind == "none":
         return rope
     original = get("rope.scaling.original_context_length")
-    rope |= {"rope_type": kind, "factor": float(get("rope.scaling.factor", 1.0))}
+    factor = head.number(f"{architecture}.rope.scaling.factor", 1.0)
+    rope |= {"rope_type": kind, "factor": factor}
     return rope | ({"original_max_position_embeddings": original} if original else {})
 
 
 def _llama3(file: GgufFile, theta: float) -> dict[str, Any]:
     """Llama 3's scaling is stored as its effect on each frequency; this finds its parameters."""
     tensor = file.tensors[_ROPE_FACTORS]
-    if tensor.type != _F32:
-        raise ConfigError(f"'{file.path}': {_ROPE_FACTORS} is not stored in fp32")
+    if tensor.type != _F32 or len(tensor.shape) != 1 or not tensor.shape[0]:
+        raise ConfigError(f"'{file.path}': {_ROPE_FACTORS} is no list of numbers in fp32")
     stored = file.packed_rows(tensor, 1, 4).view(np.float32)[0]
     factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
     lengths = 2 * math.pi * theta ** (np.arange(len(stored)) / len(stored))

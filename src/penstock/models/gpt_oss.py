@@ -4,8 +4,8 @@ import math
 
 from penstock.kernels.moe import Gate, Routing
 from penstock.layers.attention import Attention
-from penstock.layers.build import Build
-from penstock.layers.decoder import Decoder, DecoderBlock
+from penstock.layers.context import LayerContext
+from penstock.layers.decoder import Decoder, grouped_query_attention
 from penstock.layers.moe import MoE
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec
@@ -31,30 +31,20 @@ WEIGHTS = DECODER_NAMES + rules(
 class GptOssForCausalLM(Decoder):
     weight_rules = WEIGHTS
 
-    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock:
+    def attention(self, spec: ModelSpec, layer: int, rope: Rope, build: LayerContext) -> Attention:
+        return grouped_query_attention(spec, layer, rope, build, sinks=True)
+
+    def mlp(self, spec: ModelSpec, layer: int, build: LayerContext) -> MoE:
         moe = spec.moe
         assert moe is not None, spec
-        attention = Attention(
-            spec.hidden_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            rope=rope,
-            build=build,
-            qkv_bias=spec.attention_bias,
-            out_bias=spec.attention_out_bias,
-            window=spec.window_of(layer),
-            sinks=True,
-        )
-        # The softmax of the chosen scores alone: that of all of them, brought to a sum of one.
-        experts = MoE(
+        # The softmax of the chosen scores alone: that of all of them, renormalized.
+        return MoE(
             spec.hidden_size,
             moe.num_experts,
-            moe.inner_size,
+            moe.intermediate_size,
             routing=Routing(num_active=moe.num_active, renormalize=moe.renormalize),
             gate=Gate(alpha=1.702, shift=1.0, limit=moe.gate_limit or math.inf),
             bias=True,
             router_bias=True,
             build=build,
         )
-        return DecoderBlock(spec, build, attention=attention, mlp=experts)

@@ -1,36 +1,7 @@
 """Qwen 1.5 and 2 with experts: Qwen 2's block, with a mixture and a gated shared expert as MLP."""
 
-from penstock.layers.attention import Attention
-from penstock.layers.build import Build
-from penstock.layers.decoder import Decoder, DecoderBlock
-from penstock.layers.moe import experts_or_mlp
-from penstock.layers.rope import Rope
-from penstock.types.model_spec import ModelSpec
-from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, fuse, rules
-
-WEIGHTS = (
-    DECODER_NAMES
-    + MOE_NAMES
-    + rules(
-        fuse("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-        fuse("gate_up_proj", ("gate_proj", "up_proj")),
-    )
-)
+from penstock.layers.decoder import MOE_WEIGHTS, Decoder
 
 
 class Qwen2MoeForCausalLM(Decoder):
-    weight_rules = WEIGHTS
-
-    def block(self, spec: ModelSpec, layer: int, rope: Rope, build: Build) -> DecoderBlock:
-        attention = Attention(
-            spec.hidden_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            rope=rope,
-            build=build,
-            qkv_bias=spec.attention_bias,
-            window=spec.window_of(layer),
-        )
-        mlp = experts_or_mlp(spec, layer, build)
-        return DecoderBlock(spec, build, attention=attention, mlp=mlp)
+    weight_rules = MOE_WEIGHTS

@@ -1,8 +1,14 @@
-"""HF architecture name -> the class that runs it. Model files (and torch) are imported late."""
+"""Architecture name -> the `Family` that reads its config, and the class that runs it.
+
+Files of models (and torch) are imported late.
+"""
 
 import importlib
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from penstock.models.family import Family
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import Target
 
@@ -10,28 +16,45 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.kernels.attention.backend import AttentionBackend
-    from penstock.layers.build import ExpertsBuild
+    from penstock.layers.context import ExpertsContext
     from penstock.layers.decoder import Decoder
     from penstock.parallel.mesh import RankMesh
-    from penstock.quant.choose import Schemes
+    from penstock.quantization.choose import Schemes
 
-_MODELS = {
-    "DeepseekV2ForCausalLM": "penstock.models.deepseek_v3:DeepseekForCausalLM",
-    "DeepseekV3ForCausalLM": "penstock.models.deepseek_v3:DeepseekForCausalLM",
-    "GptOssForCausalLM": "penstock.models.gpt_oss:GptOssForCausalLM",
-    "LlamaForCausalLM": "penstock.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "penstock.models.llama:LlamaForCausalLM",
-    "MixtralForCausalLM": "penstock.models.mixtral:MixtralForCausalLM",
-    "Qwen2ForCausalLM": "penstock.models.qwen2:Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM": "penstock.models.qwen2_moe:Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM": "penstock.models.qwen3:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "penstock.models.qwen3_moe:Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM": "penstock.models.qwen3_next:Qwen3NextForCausalLM",
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    architecture: str
+    file: str  # models/FILE.py has the class, models/FILE_config.py the `Family`
+    class_name: str
+
+
+_MODELS = {  # by model type
+    "deepseek_v2": _Entry("DeepseekV2ForCausalLM", "deepseek_v3", "DeepseekForCausalLM"),
+    "deepseek_v3": _Entry("DeepseekV3ForCausalLM", "deepseek_v3", "DeepseekForCausalLM"),
+    "gpt_oss": _Entry("GptOssForCausalLM", "gpt_oss", "GptOssForCausalLM"),
+    "llama": _Entry("LlamaForCausalLM", "llama", "LlamaForCausalLM"),
+    "mistral": _Entry("MistralForCausalLM", "llama", "LlamaForCausalLM"),
+    "mixtral": _Entry("MixtralForCausalLM", "mixtral", "MixtralForCausalLM"),
+    "qwen2": _Entry("Qwen2ForCausalLM", "qwen2", "Qwen2ForCausalLM"),
+    "qwen2_moe": _Entry("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3": _Entry("Qwen3ForCausalLM", "qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": _Entry("Qwen3MoeForCausalLM", "qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3_next": _Entry("Qwen3NextForCausalLM", "qwen3_next", "Qwen3NextForCausalLM"),
 }
 
 
 def supported_architectures() -> tuple[str, ...]:
-    return tuple(_MODELS)
+    return tuple(entry.architecture for entry in _MODELS.values())
+
+
+def find_family(architectures: Collection[str], model_type: str) -> Family | None:
+    """By the names a config.json gives; by its model type where it names no architecture."""
+    for known, entry in _MODELS.items():
+        if entry.architecture in architectures or (not architectures and known == model_type):
+            module = importlib.import_module(f"penstock.models.{entry.file}_config")
+            return cast(Family, module.FAMILIES[known])
+    return None
 
 
 def build_model(
@@ -42,30 +65,33 @@ def build_model(
     attention: "AttentionBackend",
     schemes: "Schemes | None" = None,
     cache_dtype: "torch.dtype | None" = None,
-    experts: "ExpertsBuild | None" = None,
+    experts: "ExpertsContext | None" = None,
+    num_positions: int | None = None,
 ) -> "Decoder":
-    """This rank's share of the model, its parameters on `device` and not yet filled.
+    """This rank's shard of the model, its parameters on `device` and not yet filled.
 
-    Without `schemes` weights are kept as the checkpoint does; without `cache_dtype` the cache has
-    the model's.
+    Without `schemes` weights are stored as in the checkpoint; without `cache_dtype` the cache has
+    the model's. `num_positions`: how long a sequence may become, if not as the model allows.
     """
-    from penstock.layers.build import Build, ExpertsBuild
+    from penstock.layers.context import ExpertsContext, LayerContext
     from penstock.layers.linear import Linear
     from penstock.layers.moe import Experts
-    from penstock.quant.choose import choose_schemes
+    from penstock.quantization.choose import choose_schemes
 
     schemes = schemes or choose_schemes(spec.quantization, None, dtype, device)
-    build = Build(
+    build = LayerContext(
         mesh=mesh,
         dtype=dtype,
         device=device,
         cache_dtype=cache_dtype or dtype,
         tables=schemes.tables,
         attention=attention,
-        experts=experts or ExpertsBuild(),
+        experts=experts or ExpertsContext(),
+        num_positions=num_positions,
     )
-    module, _, name = _MODELS[spec.architecture].partition(":")
-    model = cast("Decoder", getattr(importlib.import_module(module), name)(spec, build).eval())
+    entry = next(one for one in _MODELS.values() if one.architecture == spec.architecture)
+    module = importlib.import_module(f"penstock.models.{entry.file}")
+    model = cast("Decoder", getattr(module, entry.class_name)(spec, build).eval())
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
             parts = range(len(layer.shape.outputs))

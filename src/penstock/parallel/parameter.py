@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.coded import Coded
-from penstock.kernels.gemm import Codes, PackedWeight
+from penstock.kernels.gemm import CpuPackedWeight
+from penstock.kernels.quantized_weight import QuantizedWeight
 from penstock.parallel.shard import Piece, whole
 
 
@@ -32,8 +32,9 @@ class Source(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def read(self, part: tuple[slice, ...]) -> Tensor: ...
-    def read_codes(self, part: tuple[slice, ...]) -> Codes | None: ...
-    def read_coded(self, part: tuple[slice, ...], device: torch.device) -> Coded | None: ...
+    def read_quantized(
+        self, part: tuple[slice, ...], device: torch.device
+    ) -> QuantizedWeight | None: ...
 
 
 class UnreadParameter(PlacedParameter):
@@ -41,11 +42,11 @@ class UnreadParameter(PlacedParameter):
 
     full_shape: tuple[int, int]  # of the matrix that they make up
     sources: dict[int, Source]
-    matrix: PackedWeight | Tensor | None  # what was read, for all who share the parameter
+    matrix: CpuPackedWeight | Tensor | None  # what was read, for all who share the parameter
 
     @property
     def num_bytes(self) -> int:
-        """As stored, of this rank's share."""
+        """As stored, of this rank's shard."""
         return sum(
             source.num_bytes * self.pieces[part].num_values // math.prod(source.shape)
             for part, source in self.sources.items()
@@ -65,7 +66,7 @@ class UnreadParameter(PlacedParameter):
             if not self.sources:
                 matrix.normal_(0.0, 1 / math.sqrt(self.full_shape[1]))
             for number in numbers if self.sources else ():
-                piece = Piece(self.pieces[number].shares[-2:])  # without the slot
+                piece = Piece(self.pieces[number].shards[-2:])  # without the slot
                 matrix[piece.target] = self.sources[number].read(piece.source).to(device, dtype)
             yield matrix
 

@@ -25,7 +25,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Shard:
     """One dimension: `source` of the `full_size` elements goes to `target` of the parameter."""
 
     full_size: int
@@ -35,41 +35,41 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One checkpoint tensor, or the part of it that this rank needs: one share per dimension."""
+    """One checkpoint tensor, or the part of it that this rank needs: one shard per dimension."""
 
-    shares: tuple[Share, ...]
+    shards: tuple[Shard, ...]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        return tuple(share.full_size for share in self.shares)
+        return tuple(shard.full_size for shard in self.shards)
 
     @property
     def source(self) -> tuple[slice, ...]:
-        return tuple(share.source.slice for share in self.shares)
+        return tuple(shard.source.slice for shard in self.shards)
 
     @property
     def target(self) -> tuple[slice, ...]:
-        return tuple(share.target.slice for share in self.shares)
+        return tuple(shard.target.slice for shard in self.shards)
 
     @property
     def num_values(self) -> int:
-        return math.prod(share.source.size for share in self.shares)
+        return math.prod(shard.source.size for shard in self.shards)
 
     @property
     def is_empty(self) -> bool:
-        return any(share.source.size == 0 for share in self.shares)
+        return any(shard.source.size == 0 for shard in self.shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadShare:
+class HeadShard:
     """Heads of one rank. With more ranks than KV heads, a KV head lives on several."""
 
     query: Span
     kv: Span
 
 
-def whole(size: int) -> Share:
-    return Share(full_size=size, source=Span(0, size), target=Span(0, size))
+def whole(size: int) -> Shard:
+    return Shard(full_size=size, source=Span(0, size), target=Span(0, size))
 
 
 def split(what: str, size: int, num_ranks: int, rank: int) -> Span:
@@ -95,11 +95,11 @@ def split_groups(what: str, size: int, group: int, num_ranks: int, rank: int) ->
     return Span(start, min(stop, size) - start)
 
 
-def split_heads(num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> HeadShare:
+def split_heads(num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> HeadShard:
     """Query heads split equally; KV heads split, or repeat when there are fewer than ranks."""
     query = split("the number of attention heads", num_heads, num_ranks, rank)
     if num_ranks <= num_kv_heads:
-        return HeadShare(
+        return HeadShard(
             query=query, kv=split("the number of KV heads", num_kv_heads, num_ranks, rank)
         )
     if num_ranks % num_kv_heads:
@@ -107,22 +107,22 @@ def split_heads(num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) ->
             f"{num_kv_heads} KV heads cannot be repeated over {num_ranks} ranks; "
             f"use a tensor-parallel size that is a multiple or a divisor of {num_kv_heads}"
         )
-    return HeadShare(query=query, kv=Span(rank * num_kv_heads // num_ranks, 1))
+    return HeadShard(query=query, kv=Span(rank * num_kv_heads // num_ranks, 1))
 
 
-def split_padded(size: int, num_ranks: int, rank: int, multiple: int) -> tuple[Share, int]:
-    """This rank's share of `size` rows, and how many rows it holds: the same on every rank, a
+def split_padded(size: int, num_ranks: int, rank: int, multiple: int) -> tuple[Shard, int]:
+    """This rank's shard of `size` rows, and how many rows it holds: the same on every rank, a
     multiple of `multiple`; the last ones may be padding."""
     num_rows = -(-size // (num_ranks * multiple)) * multiple
     start = min(rank * num_rows, size)
     taken = min(num_rows, size - start)
-    return Share(full_size=size, source=Span(start, taken), target=Span(0, taken)), num_rows
+    return Shard(full_size=size, source=Span(start, taken), target=Span(0, taken)), num_rows
 
 
-def stack_shares(parts: list[tuple[int, Span]]) -> tuple[Share, ...]:
+def stack_shards(parts: list[tuple[int, Span]]) -> tuple[Shard, ...]:
     """Several tensors laid one after the other; a part is (full size, what is taken of it)."""
-    shares, offset = [], 0
+    shards, offset = [], 0
     for full_size, source in parts:
-        shares.append(Share(full_size=full_size, source=source, target=Span(offset, source.size)))
+        shards.append(Shard(full_size=full_size, source=source, target=Span(offset, source.size)))
         offset += source.size
-    return tuple(shares)
+    return tuple(shards)

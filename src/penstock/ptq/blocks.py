@@ -1,4 +1,4 @@
-"""Quantises the matrices of one decoder block, with what its layers were given.
+"""Quantizes the matrices of one decoder block, with the calibration inputs of its layers.
 
 Legend: O outputs, I inputs.
 """
@@ -15,10 +15,10 @@ from penstock.layers.decoder import DecoderBlock
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import Experts
-from penstock.quant.parse import any_excluded
-from penstock.quantize import search
-from penstock.quantize.calibrate import Inputs
-from penstock.quantize.formats import MOVING, Format, Quantized, grid_of
+from penstock.ptq import search
+from penstock.ptq.calibrate import Inputs
+from penstock.ptq.formats import MOVING, Format, Quantized, grid_of
+from penstock.quantization.quant_config import any_excluded
 from penstock.types.model_spec import QuantSpec
 from penstock.weights.mapping import Rules, Target
 
@@ -26,7 +26,7 @@ Read = Callable[[str], Tensor]  # a checkpoint's tensor by its name, in fp32
 
 
 @dataclass(slots=True)
-class Made:
+class QuantizedBlock:
     """New tensors by name, norms of new numbers, names of what both replace, errors by matrix."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Recipe:
     format: Format
     group: int
     exclude: tuple[str, ...]  # words of the names of modules that stay as they are
@@ -48,10 +48,15 @@ class Way:
 
 
 def quantize_block(
-    block: DecoderBlock, prefix: str, rules: Rules, inputs: dict[str, Inputs], read: Read, way: Way
-) -> Made:
+    block: DecoderBlock,
+    prefix: str,
+    rules: Rules,
+    inputs: dict[str, Inputs],
+    read: Read,
+    recipe: Recipe,
+) -> QuantizedBlock:
     """`prefix` is the block's name among our modules, such as layers.7."""
-    made = Made()
+    done = QuantizedBlock()
 
     def names(layer: str, num_parts: int) -> list[str]:
         parts = range(num_parts)
@@ -60,13 +65,13 @@ def quantize_block(
     linears = {
         name: layer
         for name, layer in block.named_modules()
-        if isinstance(layer, Linear) and not way.leaves(names(name, len(layer.shape.outputs)))
+        if isinstance(layer, Linear) and not recipe.leaves(names(name, len(layer.shape.outputs)))
     }
     weights = {
         name: [read(source) for source in names(name, len(layer.shape.outputs))]
         for name, layer in linears.items()
     }
-    scales = _moved_scales(block, weights, inputs, way)
+    scales = _moved_scales(block, weights, inputs, recipe)
     for name in linears:
         rows = _row_scales(name, scales, weights)
         for source, weight_OI, row_O1 in zip(
@@ -74,49 +79,49 @@ def quantize_block(
         ):
             columns_I = scales.get(name, weight_OI.new_ones(weight_OI.shape[1]))
             scaled_OI = weight_OI * columns_I / row_O1
-            found = _quantized(scaled_OI, inputs[name], columns_I, way)
+            found = _quantized(scaled_OI, inputs[name], columns_I, recipe)
             back_OI = found.values_OI / columns_I * row_O1
-            _keep(made, source, found)
-            made.errors[source] = search.error(weight_OI, back_OI, inputs[name].moments_II)
+            _keep(done, source, found)
+            done.errors[source] = search.error(weight_OI, back_OI, inputs[name].moments_II)
     for layer, norm in _NORMS.items():
         if layer in scales:
             source = rules.source(Target(f"{prefix}.{norm}.weight"))
-            made.norms[source] = _divided(read(source), scales[layer], block, norm)
-            made.replaced.add(source)
+            done.norms[source] = _divided(read(source), scales[layer], block, norm)
+            done.replaced.add(source)
     for name, experts in block.named_modules():
         if isinstance(experts, Experts):
             for part, per_slot in (("gate_up", 2), ("down", 1)):
                 sources = names(f"{name}.{part}", per_slot * experts.num_slots)
-                for source in () if way.leaves(sources) else sources:
+                for source in () if recipe.leaves(sources) else sources:
                     weight_OI = read(source)
-                    found = grid_of(weight_OI, way.format, way.group).packed(weight_OI)
-                    _keep(made, source, found)
+                    found = grid_of(weight_OI, recipe.format, recipe.group).packed(weight_OI)
+                    _keep(done, source, found)
                     lost = (weight_OI - found.values_OI).norm() / weight_OI.norm()
-                    made.errors[source] = float(lost)
-    return made
+                    done.errors[source] = float(lost)
+    return done
 
 
 _NORMS = {"attention.qkv_proj": "input_norm", "mlp.gate_up_proj": "post_norm"}
 
 
-def _keep(made: Made, source: str, found: Quantized) -> None:
+def _keep(done: QuantizedBlock, source: str, found: Quantized) -> None:
     module = source.removesuffix(".weight")
     for suffix, tensor in found.tensors.items():
-        made.tensors[f"{module}.{suffix}"] = tensor.contiguous().cpu()
-    made.replaced.add(source)
+        done.tensors[f"{module}.{suffix}"] = tensor.contiguous().cpu()
+    done.replaced.add(source)
 
 
-def _quantized(scaled_OI: Tensor, inputs: Inputs, columns_I: Tensor, way: Way) -> Quantized:
+def _quantized(scaled_OI: Tensor, inputs: Inputs, columns_I: Tensor, recipe: Recipe) -> Quantized:
     moments_II = inputs.moments_II / columns_I / columns_I[:, None]
-    grid = grid_of(scaled_OI, way.format, way.group, moments_II.diagonal())
+    grid = grid_of(scaled_OI, recipe.format, recipe.group, moments_II.diagonal())
     return search.compensated(scaled_OI, moments_II, grid)
 
 
 def _moved_scales(
-    block: DecoderBlock, weights: dict[str, list[Tensor]], inputs: dict[str, Inputs], way: Way
+    block: DecoderBlock, weights: dict[str, list[Tensor]], inputs: dict[str, Inputs], recipe: Recipe
 ) -> dict[str, Tensor]:
     """What columns of a layer are multiplied with, and what makes its inputs is divided by."""
-    if way.format not in MOVING:
+    if recipe.format not in MOVING:
         return {}
     movable = []
     if isinstance(block.attention, Attention) and "attention.qkv_proj" in weights:
@@ -130,8 +135,8 @@ def _moved_scales(
         weights_OI, known = torch.cat(weights[name]), inputs[name]
         found[name] = (
             search.smoothing_scales(weights_OI, known.largest_I)
-            if way.format == "int8_sq"
-            else search.awq_scales(weights_OI, known.moments_II, known.mean_I, way.group)
+            if recipe.format == "int8_sq"
+            else search.awq_scales(weights_OI, known.moments_II, known.mean_I, recipe.group)
         )
     return found
 
@@ -148,5 +153,5 @@ def _row_scales(
 
 def _divided(weight_I: Tensor, scales_I: Tensor, block: Any, norm: str) -> Tensor:
     """A norm's weight whose outputs are divided; it may be kept as what is added to one."""
-    is_centred = float(getattr(block, norm).zero_centred)
-    return (weight_I + is_centred) / scales_I.to(weight_I.device) - is_centred
+    is_centered = float(getattr(block, norm).zero_centered)
+    return (weight_I + is_centered) / scales_I.to(weight_I.device) - is_centered

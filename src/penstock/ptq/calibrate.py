@@ -1,7 +1,7 @@
-"""Runs text through a model, and remembers what its linear layers were given, block by block.
+"""Calibration: runs text through a model and records statistics of its linear layers' inputs.
 
-Only the layers of one block are watched at a time, so that what is remembered stays small; what
-blocks give to the next one lies in the host's memory.
+Only the layers of one block are recorded at a time, so that the statistics stay small; the outputs
+of a block lie in host memory.
 
 Legend: T tokens of a text, D hidden size, I inputs of a layer.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.decoder import Decoder
 from penstock.layers.linear import Linear
 from penstock.types.cache_spec import RecurrentState
@@ -123,7 +123,7 @@ def _watch(block: Any) -> dict[str, Inputs]:
     found = {}
     for name, layer in block.named_modules():
         if isinstance(layer, Linear):
-            size, device = layer.shape.num_inputs, layer.device
+            size, device = layer.shape.in_features, layer.device
             found[name] = Inputs(
                 torch.zeros((size, size), device=device),
                 torch.zeros(size, device=device),

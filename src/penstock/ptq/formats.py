@@ -15,10 +15,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels.coded.weights import FP4_GROUP, FP4_VALUES
-from penstock.kernels.fp8 import LARGEST
-from penstock.kernels.int8.reference import LARGEST as LARGEST_INT8
 from penstock.kernels.moe import MXFP4_GROUP
+from penstock.kernels.quantize import FP8_MAX, INT8_MAX
+from penstock.kernels.quantized_weight import FP4_GROUP, FP4_VALUES
 
 Format = Literal["fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq"]
 FORMATS: tuple[Format, ...] = ("fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq")
@@ -56,7 +55,7 @@ def grid_of(weight_OI: Tensor, format: Format, group: int, square_I: Tensor | No
         case "fp8":
             return _fp8(weight_OI, square_I)
         case "int8_sq":
-            return _Output(_whole_scale(weight_OI, LARGEST_INT8), is_float=False)
+            return _Output(_whole_scale(weight_OI, INT8_MAX), is_float=False)
         case "nvfp4":
             return _nvfp4(weight_OI, square_I)
         case "mxfp4":
@@ -69,7 +68,7 @@ def grid_of(weight_OI: Tensor, format: Format, group: int, square_I: Tensor | No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Output:
-    """Numbers of 8 bits with a scale for each output."""
+    """FP8 or INT8 with a scale per output."""
 
     scale_O1: Tensor
     is_float: bool
@@ -86,13 +85,13 @@ class _Output:
         if self.is_float:
             return _e4m3(weight_OI, self.scale_O1)
         scaled_OI = weight_OI / self.scale_O1
-        return scaled_OI.round().clamp(-LARGEST_INT8, LARGEST_INT8).to(torch.int8)
+        return scaled_OI.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 def _fp8(weight_OI: Tensor, square_I: Tensor) -> _Output:
     """Steps of floats are alike in all octaves, so what counts is where within one a scale lies.
     None of these cuts a weight."""
-    whole_O1 = _whole_scale(weight_OI, LARGEST)
+    whole_O1 = _whole_scale(weight_OI, FP8_MAX)
     ways = ((whole_O1 * shift,) for shift in _SHIFTS)
     (scale_O1,) = _best(weight_OI, square_I, ways, _e4m3_values)
     return _Output(scale_O1, is_float=True)
@@ -104,7 +103,7 @@ def _whole_scale(weight_OI: Tensor, largest: float) -> Tensor:
 
 
 def _e4m3(weight_OI: Tensor, scale_O1: Tensor) -> Tensor:
-    return (weight_OI / scale_O1).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (weight_OI / scale_O1).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def _e4m3_values(weight_OI: Tensor, scale_O1: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ def _e4m3_values(weight_OI: Tensor, scale_O1: Tensor) -> Tensor:
 
 
 def _nvfp4(weight_OI: Tensor, square_I: Tensor) -> "_Floats":
-    outer = LARGEST * _LARGEST_FP4 / weight_OI.abs().amax().clamp(min=_TINY)  # a divisor
+    outer = FP8_MAX * _LARGEST_FP4 / weight_OI.abs().amax().clamp(min=_TINY)  # a divisor
     largest_OG = weight_OI.unflatten(1, (-1, FP4_GROUP)).abs().amax(-1)
     inner_OG = largest_OG / _LARGEST_FP4 * outer
     ways = (((inner_OG * part).to(torch.float8_e4m3fn).float() / outer,) for part in _PARTS)
@@ -134,7 +133,7 @@ def _mxfp4(weight_OI: Tensor, square_I: Tensor) -> "_Floats":
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Floats:
-    """4-bit floats with scales of groups. `tensors`: how these are stored."""
+    """FP4 with group scales. `tensors`: how these are stored."""
 
     scales_OG: Tensor  # fp32
     group: int
@@ -265,7 +264,7 @@ def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 
 def settings(format: Format, group: int, left: list[str], input_bits: int = 8) -> dict[str, Any]:
-    """`quantization_config` of a checkpoint whose modules `left` are not quantised. `input_bits` is
+    """`quantization_config` of a checkpoint whose modules `left` are not quantized. `input_bits` is
     for `fp8`: 16 leaves the inputs of its layers as they are."""
     if format == "awq":
         return {

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.hub.gguf import GgufFile, is_gguf
-from penstock.models.gguf import whole_config
-from penstock.text.gguf import save_gguf_tokenizer
+from penstock.hub.gguf_file import GgufFile, is_gguf
+from penstock.models.gguf_config import whole_config
+from penstock.text.gguf_tokenizer import save_gguf_tokenizer
 
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pth")
 

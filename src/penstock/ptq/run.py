@@ -1,4 +1,4 @@
-"""A plain checkpoint -> a quantised one in a new folder, block by block, with a report.
+"""A plain checkpoint -> a quantized one in a new folder, block by block, with a report.
 
 Every block becomes a file of its own, written whole or not at all; a run that was interrupted goes
 on behind the last one.
@@ -24,12 +24,12 @@ from penstock.layers.moe import Experts
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.quant.choose import choose_schemes
-from penstock.quantize.blocks import Way, quantize_block
-from penstock.quantize.calibrate import Texts
-from penstock.quantize.formats import GROUPS, MOVING, Format, settings
-from penstock.quantize.output import Output, save, write
-from penstock.quantize.source import Source
+from penstock.ptq.blocks import Recipe, quantize_block
+from penstock.ptq.calibrate import Texts
+from penstock.ptq.formats import GROUPS, MOVING, Format, settings
+from penstock.ptq.output import Output, save, write
+from penstock.ptq.source import Source
+from penstock.quantization.choose import choose_schemes
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_weights
 from penstock.weights.mapping import Target
@@ -75,9 +75,9 @@ def quantize(task: Task, watch: Watch) -> Report:
     folder = local_folder(task.model)
     spec = parse_model_spec(folder)
     found = spec.quantization
-    if found is not None and (found.format or found.codes):
+    if found is not None and (found.format or found.weight_only):
         raise ConfigError(
-            f"'{task.model}' is quantised already; name the checkpoint that it was made of"
+            f"'{task.model}' is quantized already; name the checkpoint that it was made of"
         )
     calibration, held_out = _texts(task, folder)
     if task.format not in MOVING:
@@ -87,25 +87,25 @@ def quantize(task: Task, watch: Watch) -> Report:
     model = _load(folder, device)
     rules, num_blocks = model.weight_rules, len(model.layers)
     source, output = Source(folder, rules), Output(task.output, num_blocks)
-    way = Way(task.format, _group(model, task.format), task.exclude)
+    recipe = Recipe(task.format, _group(model, task.format), task.exclude)
     input_bits = _input_bits(task, source)
-    progress = _begin(task, way, input_bits)
+    progress = _begin(task, recipe, input_bits)
     texts = Texts(model, calibration, task.length, device)
     for number, inputs in texts.through_blocks():
         file = output.block(number)
         if not file.is_file():
             block = model.layers[number]
             assert isinstance(block, DecoderBlock)
-            made = quantize_block(
+            done = quantize_block(
                 block, f"layers.{number}", rules, inputs,
-                lambda name: source.matrix(name).to(device, torch.float32), way,
+                lambda name: source.matrix(name).to(device, torch.float32), recipe,
             )  # fmt: skip
             norm = rules.source(Target(f"layers.{number}.input_norm.weight"))
             in_block = source.names(norm.rsplit(".", 2)[0] + ".")
-            kept = {name: source.kept(name) for name in in_block if name not in made.replaced}
-            norms = {name: x.to(source.kept(name).dtype) for name, x in made.norms.items()}
-            progress["errors"] |= made.errors
-            save(made.tensors | norms | kept, file)
+            kept = {name: source.kept(name) for name in in_block if name not in done.replaced}
+            norms = {name: x.to(source.kept(name).dtype) for name, x in done.norms.items()}
+            progress["errors"] |= done.errors
+            save(done.tensors | norms | kept, file)
             write(task.output / _PROGRESS, progress)
         watch(number + 1, num_blocks)
     before = Texts(model, held_out, task.length, device).perplexity()
@@ -113,10 +113,10 @@ def quantize(task: Task, watch: Watch) -> Report:
     errors = progress["errors"]
     written = output.in_blocks().keys() | errors.keys()
     rest = {name: source.kept(name) for name in source.names() if name not in written}
-    config = settings(task.format, way.group, _left(source, errors), input_bits)
+    config = settings(task.format, recipe.group, _left(source, errors), input_bits)
     output.finish(rest, folder, spec.architecture, config)
     after = Texts(_load(task.output, device), held_out, task.length, device).perplexity()
-    report = Report(task.format, way.group, input_bits, before, after, errors)
+    report = Report(task.format, recipe.group, input_bits, before, after, errors)
     write(task.output / REPORT, asdict(report))
     (task.output / _PROGRESS).unlink()
     return report
@@ -170,10 +170,10 @@ def _group(model: Decoder, format: Format) -> int:
     """Of awq and gptq, whose group is one for the whole checkpoint."""
     if format not in ("awq", "gptq"):
         return 0
-    sizes = {layer.shape.num_inputs for layer in model.modules() if isinstance(layer, Linear)}
+    sizes = {layer.shape.in_features for layer in model.modules() if isinstance(layer, Linear)}
     for layer in model.modules():
         if isinstance(layer, Experts):
-            sizes |= {layer.hidden_size, layer.inner_size}
+            sizes |= {layer.hidden_size, layer.intermediate_size}
     for group in GROUPS:
         if all(size % group == 0 for size in sizes):
             return group
@@ -196,12 +196,12 @@ def _input_bits(task: Task, source: Source) -> int:
     return fixed
 
 
-def _begin(task: Task, way: Way, input_bits: int) -> dict[str, Any]:
+def _begin(task: Task, recipe: Recipe, input_bits: int) -> dict[str, Any]:
     """The progress of an earlier run with the same settings, or none."""
     wanted = {
         "model": task.model,
         "format": task.format,
-        "group": way.group,
+        "group": recipe.group,
         "exclude": list(task.exclude),
         "inputs": input_bits,
         "calib": str(task.calib),
@@ -226,7 +226,7 @@ def _begin(task: Task, way: Way, input_bits: int) -> dict[str, Any]:
 
 
 def _left(source: Source, errors: dict[str, float]) -> list[str]:
-    """Modules whose matrix is not quantised. Every layout leaves the embedding out unasked."""
+    """Modules whose matrix is not quantized. Every layout leaves the embedding out unasked."""
     found = {
         name.removesuffix(".weight")
         for name in source.names()

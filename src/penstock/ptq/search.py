@@ -1,4 +1,4 @@
-"""Finds better numbers than the nearest: GPTQ's way of rounding, AWQ's and SmoothQuant's scales.
+"""Better than round-to-nearest: GPTQ's rounding, AWQ's and SmoothQuant's scales.
 
 All three know the inputs of a layer by their second moments H = X^T X, and AWQ and SmoothQuant by
 the mean or the largest size of each input.
@@ -9,7 +9,7 @@ Legend: O outputs, I inputs, G groups of inputs.
 import torch
 from torch import Tensor
 
-from penstock.quantize.formats import Grid, Quantized, whole_range
+from penstock.ptq.formats import Grid, Quantized, whole_range
 
 _DAMPING = 0.01  # of the mean of H's diagonal, added to it
 _COLUMNS = 128  # rounded before the rest of the matrix hears of it
@@ -31,7 +31,7 @@ def compensated(weight_OI: Tensor, moments_II: Tensor, grid: Grid) -> Quantized:
     others make up for what a column lost."""
     order_I = moments_II.diagonal().argsort(descending=True)
     weight_OI, moments_II = weight_OI[:, order_I], moments_II[order_I][:, order_I]
-    num_inputs = weight_OI.shape[1]
+    in_features = weight_OI.shape[1]
     diagonal_I = moments_II.diagonal()
     weight_OI[:, diagonal_I == 0] = 0  # never an input
     diagonal_I[diagonal_I == 0] = 1.0
@@ -39,8 +39,8 @@ def compensated(weight_OI: Tensor, moments_II: Tensor, grid: Grid) -> Quantized:
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(moments_II))
     upper_II = torch.linalg.cholesky(inverse_II, upper=True)
     found_OI = torch.empty_like(weight_OI)
-    for first in range(0, num_inputs, _COLUMNS):
-        last = min(first + _COLUMNS, num_inputs)
+    for first in range(0, in_features, _COLUMNS):
+        last = min(first + _COLUMNS, in_features)
         lost_OC = torch.empty_like(weight_OI[:, first:last])
         for column in range(first, last):
             w_O1, number = weight_OI[:, column : column + 1], int(order_I[column])

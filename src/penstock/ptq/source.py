@@ -1,18 +1,18 @@
-"""The checkpoint to quantise: its tensors by the names that HF checkpoints give them."""
+"""The checkpoint to quantize: its tensors by the names that HF checkpoints give them."""
 
 from pathlib import Path
 
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.hub.gguf import is_gguf
+from penstock.hub.gguf_file import is_gguf
 from penstock.weights.mapping import Rules
 from penstock.weights.stored import StoredTensor
 from penstock.weights.stream import stream, weight_files
 
 
 class Source:
-    """`rules` are those of its model. Codes of a GGUF file are unpacked when a tensor is read."""
+    """`rules` are those of its model. GGUF tensors are dequantized when read."""
 
     def __init__(self, folder: Path, rules: Rules) -> None:
         self._is_gguf = is_gguf(folder)
@@ -26,11 +26,11 @@ class Source:
         return self._tensors[name].shape
 
     def matrix(self, name: str) -> Tensor:
-        """One to be quantised."""
+        """One to be quantized."""
         if name not in self._tensors or len(self.shape(name)) > 2:
             raise ConfigError(
                 f"the checkpoint keeps several matrices in '{name}'; such experts cannot be "
-                "quantised"
+                "quantized"
             )
         return self._whole(name)
 

@@ -1,4 +1,4 @@
-"""Which scheme each of a model's layers gets."""
+"""Which quantization scheme each of a model's layers gets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Literal
 
 import torch
 
-from penstock.hub.gguf import is_gguf
+from penstock.hub.gguf_file import is_gguf
 from penstock.kernels.native import library
-from penstock.quant.coded import CodedExperts, CodedScheme, Int8Experts
-from penstock.quant.eight_bits import EightBitExperts, EightBitScheme
-from penstock.quant.made import FORMATS, MadeExperts, MadeScheme
-from penstock.quant.mxfp4 import Mxfp4Experts
-from penstock.quant.none import Unquantized, UnquantizedExperts
-from penstock.quant.packed import PackedCodes, PackedExperts
-from penstock.quant.parse import any_excluded, is_excluded
-from penstock.quant.scheme import ExpertsScheme, LinearScheme, TableScheme
-from penstock.types.model_spec import EightBitSpec, QuantSpec
+from penstock.quantization.mxfp4 import Mxfp4Experts
+from penstock.quantization.online import FORMATS, OnlineExperts, OnlineScheme
+from penstock.quantization.quant_config import any_excluded, is_excluded
+from penstock.quantization.scheme import ExpertsScheme, LinearScheme, TableScheme
+from penstock.quantization.unquantized import Unquantized, UnquantizedExperts
+from penstock.quantization.w8a8 import W8A8Experts, W8A8Scheme
+from penstock.quantization.weight_only import Int8Experts, WeightOnlyExperts, WeightOnlyScheme
+from penstock.quantization.weight_only_cpu import CpuWeightOnlyExperts, CpuWeightOnlyScheme
+from penstock.types.model_spec import QuantSpec, W8A8Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +35,33 @@ def choose_schemes(
     dtype: torch.dtype,
     device: torch.device,
     experts_by_reference: bool = False,
-    made: str | None = None,
+    online: str | None = None,
 ) -> Schemes:
-    """`path` is where the weights are read from, if they are; `made`, what plain ones become.
+    """`path` is where the weights are read from, if they are; `online`, the format that plain ones
+    are quantized to while loading.
 
-    Codes of a GGUF file stay packed where there is a kernel that multiplies them; elsewhere they
-    are unpacked while loading, as are those of experts that the reference shall compute.
+    GGUF weights stay packed where there is a kernel for them; elsewhere they are dequantized while
+    loading, as are those of experts that the reference shall compute.
     """
     plain, plain_experts = Unquantized(), UnquantizedExperts()
     is_exact = device.type == "cpu" and dtype is torch.float32
     if path is not None and is_exact and is_gguf(path) and library() is not None:
-        packed = PackedCodes()
-        packed_experts = plain_experts if experts_by_reference else PackedExperts()
+        packed = CpuWeightOnlyScheme()
+        packed_experts = plain_experts if experts_by_reference else CpuWeightOnlyExperts()
         return Schemes(
             tables=packed, linear=lambda names: packed, experts=lambda names: packed_experts
         )
-    if made is not None:
-        return _making(made, device)
-    if quantization is not None and quantization.codes is not None:
-        return _of_codes(quantization, is_exact and path is not None, device, experts_by_reference)
+    if online is not None:
+        return _online(online, device)
+    if quantization is not None and quantization.weight_only is not None:
+        return _weight_only(
+            quantization, is_exact and path is not None, device, experts_by_reference
+        )
     if quantization is None or quantization.format is None:
         return Schemes(
             tables=plain, linear=lambda names: plain, experts=lambda names: plain_experts
         )
-    of_linear, of_experts = _schemes(quantization.format, keeps_codes=device.type != "cpu")
+    of_linear, of_experts = _schemes(quantization.format, has_kernel=device.type != "cpu")
     return Schemes(
         tables=plain,
         linear=lambda names: plain if is_excluded(quantization, names) else of_linear,
@@ -66,19 +69,19 @@ def choose_schemes(
     )
 
 
-def _of_codes(
+def _weight_only(
     quantization: QuantSpec, is_exact: bool, device: torch.device, experts_by_reference: bool
 ) -> Schemes:
-    """Codes on a GPU, and on a CPU as those of a GGUF file."""
+    """Packed on a GPU, and on a CPU as those of a GGUF file."""
     plain, plain_experts = Unquantized(), UnquantizedExperts()
     linear: LinearScheme = plain
     experts: ExpertsScheme = plain_experts
     if device.type != "cpu":
-        linear = CodedScheme(quantization.codes, keeps_codes=True)
-        experts = CodedExperts(quantization.codes, keeps_codes=True)
+        linear = WeightOnlyScheme(quantization.weight_only, has_kernel=True)
+        experts = WeightOnlyExperts(quantization.weight_only, has_kernel=True)
     elif is_exact and library() is not None:
-        linear = PackedCodes()
-        experts = plain_experts if experts_by_reference else PackedExperts()
+        linear = CpuWeightOnlyScheme()
+        experts = plain_experts if experts_by_reference else CpuWeightOnlyExperts()
     return Schemes(
         tables=plain,
         linear=lambda names: plain if any_excluded(quantization, names) else linear,
@@ -86,25 +89,25 @@ def _of_codes(
     )
 
 
-def _making(made: str, device: torch.device) -> Schemes:
-    """Experts of whole numbers have plain inputs: only codes of theirs are multiplied."""
-    keeps_codes = device.type != "cpu"
+def _online(online: str, device: torch.device) -> Schemes:
+    """Online quantization. INT8 experts are weight-only: their inputs stay plain."""
+    has_kernel = device.type != "cpu"
     linear: LinearScheme = (
-        CodedScheme(None, keeps_codes) if made == "nf4" else MadeScheme(FORMATS[made])
+        WeightOnlyScheme(None, has_kernel) if online == "nf4" else OnlineScheme(FORMATS[online])
     )
-    experts: ExpertsScheme = CodedExperts(None, keeps_codes, made)
-    if made.startswith("fp8"):
-        experts = MadeExperts(FORMATS[made])
+    experts: ExpertsScheme = WeightOnlyExperts(None, has_kernel, online)
+    if online.startswith("fp8"):
+        experts = OnlineExperts(FORMATS[online])
     return Schemes(tables=Unquantized(), linear=lambda names: linear, experts=lambda names: experts)
 
 
 def _schemes(
-    format: EightBitSpec | Literal["mxfp4"], keeps_codes: bool
+    format: W8A8Spec | Literal["mxfp4"], has_kernel: bool
 ) -> tuple[LinearScheme, ExpertsScheme]:
     match format:
-        case EightBitSpec(numbers="int8"):
-            return EightBitScheme(format), Int8Experts(format, keeps_codes)
-        case EightBitSpec():
-            return EightBitScheme(format), EightBitExperts(format)
+        case W8A8Spec(numbers="int8"):
+            return W8A8Scheme(format), Int8Experts(format, has_kernel)
+        case W8A8Spec():
+            return W8A8Scheme(format), W8A8Experts(format)
         case "mxfp4":
             return Unquantized(), Mxfp4Experts()

@@ -1,6 +1,6 @@
-"""The scheme of experts in MXFP4: codes of 4 bits and a power of two per 32 inputs, kept as codes.
+"""The scheme of MXFP4 experts, weight-only: FP4 codes and a power of two per 32 inputs stay packed.
 
-Inputs have the model's own dtype; everything but the experts is not quantised.
+Activations have the model's dtype; everything but the experts is unquantized.
 """
 
 import math
@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels.moe import MXFP4_GROUP, ExpertWeights, pack_mxfp4
 from penstock.parallel.parameter import new_parameter
-from penstock.parallel.shard import Piece, Share, Span
-from penstock.quant.scheme import ExpertsShape, apply_experts, create_expert_biases
+from penstock.parallel.shard import Piece, Shard, Span
+from penstock.quantization.scheme import ExpertsShape, apply_experts, create_expert_biases
 
 _CODE_SPREAD = 2.93  # of codes that are all as likely
 
@@ -56,18 +56,18 @@ class Mxfp4Experts:
 
 def _by(number: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     """The same pieces, whose inputs are counted by `number`."""
-    return tuple(Piece((*p.shares[:2], _share_by(number, p.shares[2]))) for p in pieces)
+    return tuple(Piece((*p.shards[:2], _shard_by(number, p.shards[2]))) for p in pieces)
 
 
-def _share_by(number: int, share: Share) -> Share:
-    source, target = share.source, share.target
-    if share.full_size % MXFP4_GROUP:
+def _shard_by(number: int, shard: Shard) -> Shard:
+    source, target = shard.source, shard.target
+    if shard.full_size % MXFP4_GROUP:
         raise ConfigError(
             f"the checkpoint has a scale for each {MXFP4_GROUP} inputs of its experts, and "
-            f"config.json says that there are {share.full_size}"
+            f"config.json says that there are {shard.full_size}"
         )
-    return Share(
-        full_size=share.full_size // number,
+    return Shard(
+        full_size=shard.full_size // number,
         source=Span(source.start // number, source.size // number),
         target=Span(target.start // number, target.size // number),
     )

@@ -1,9 +1,9 @@
-"""What a checkpoint says of its quantisation -> `QuantSpec`. Needs no torch.
+"""A checkpoint's quantization config -> `QuantSpec`. Needs no torch.
 
-Dialects that are understood: ModelOpt's (hf_quant_config.json, or quantization_config with
-quant_method modelopt), transformers' fp8 and mxfp4, compressed-tensors, AWQ, GPTQ, auto-round's
-name for both, and bitsandbytes. Each has one reader here; which scheme a layer gets is decided by
-`choose.py`.
+Quantization methods that are understood: ModelOpt's (hf_quant_config.json, or quantization_config
+with quant_method modelopt), transformers' fp8 and mxfp4, compressed-tensors, AWQ, GPTQ,
+auto-round's name for both, and bitsandbytes. Each has one reader here; which scheme a layer gets is
+decided by `choose.py`.
 """
 
 import fnmatch
@@ -14,19 +14,19 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
-from penstock.types.model_spec import CodesSpec, EightBitSpec, QuantSpec
+from penstock.types.model_spec import QuantSpec, W8A8Spec, WeightOnlySpec
 
 FP8_CACHE = "float8_e4m3fn"
 _BLOCK = [128, 128]
-_NVFP4 = CodesSpec(layout="nvfp4", bits=4, group=16)
-_MXFP4 = CodesSpec(layout="mxfp4", bits=4, group=32)
+_NVFP4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16)
+_MXFP4 = WeightOnlySpec(layout="mxfp4", bits=4, group=32)
 _SUPPORTED = (
-    "8-bit floats (e4m3): static scales of whole tensors (ModelOpt FP8; fp8 and compressed-tensors "
-    "with static activations), dynamic ones per token (ModelOpt FP8_PER_CHANNEL_PER_TOKEN; fp8 and "
+    "FP8 (E4M3): static per-tensor scales (ModelOpt FP8; fp8 and compressed-tensors "
+    "with static activations), dynamic per-token ones (ModelOpt FP8_PER_CHANNEL_PER_TOKEN; fp8 and "
     "compressed-tensors with dynamic activations), and blocks of 128 x 128 (weight_block_size); "
-    "experts in MXFP4; 8-bit whole numbers with inputs of the same kind (compressed-tensors); "
-    "weights alone of 4 or 8 bits (AWQ, GPTQ, auto-round, compressed-tensors, bitsandbytes nf4 and "
-    "int8), in NVFP4 (ModelOpt, compressed-tensors), MXFP4 and 8-bit floats (compressed-tensors)"
+    "experts in MXFP4; INT8 weights and activations (compressed-tensors); "
+    "weight-only INT4 and INT8 (AWQ, GPTQ, auto-round, compressed-tensors, bitsandbytes nf4 and "
+    "int8), in NVFP4 (ModelOpt, compressed-tensors), MXFP4 and FP8 (compressed-tensors)"
 )
 
 
@@ -34,6 +34,14 @@ def parse_quantization(raw: Mapping[str, Any]) -> QuantSpec | None:
     """`raw` is quantization_config, or its like in hf_quant_config.json; None where it is empty."""
     if not raw:
         return None
+    try:
+        return _parsed(raw)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        # Each reader below takes its fields for what they are in checkpoints of its kind.
+        raise _refusal(f"{_shown(raw)}, which has a field of a wrong type: {error}") from error
+
+
+def _parsed(raw: Mapping[str, Any]) -> QuantSpec:
     method = raw.get("quant_method") or ("modelopt" if "quant_algo" in raw else None)
     match method:
         case "modelopt":
@@ -56,18 +64,18 @@ def parse_quantization(raw: Mapping[str, Any]) -> QuantSpec | None:
 
 
 def is_excluded(spec: QuantSpec, names: Sequence[str]) -> bool:
-    """Whether the modules that make up one layer (their checkpoint names) are not quantised."""
+    """Whether the modules that make up one layer (their checkpoint names) are not quantized."""
     found = _found(spec, names)
     if any(found) and not all(found):
         raise ConfigError(
-            f"the checkpoint quantises only some of {', '.join(names)}, which are multiplied as "
+            f"the checkpoint quantizes only some of {', '.join(names)}, which are multiplied as "
             "one matrix; this is not supported"
         )
     return all(found)
 
 
 def any_excluded(spec: QuantSpec, names: Sequence[str]) -> bool:
-    """The same, of parts that need not have a form in common."""
+    """The same, of parts that may have different formats."""
     return any(_found(spec, names))
 
 
@@ -92,17 +100,22 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], tuple[re.Patt
 
 def _modelopt(raw: Mapping[str, Any]) -> QuantSpec:
     algorithm = raw.get("quant_algo")
-    cache_dtype = FP8_CACHE if raw.get("kv_cache_quant_algo") == "FP8" else _cache_dtype(raw)
+    cache_algorithm = raw.get("kv_cache_quant_algo")
+    cache_dtype = FP8_CACHE if cache_algorithm == "FP8" else _cache_dtype(raw)
+    if cache_algorithm not in (None, "FP8", "NO_QUANT"):
+        cache_dtype = str(cache_algorithm)  # what becomes of it is up to kv_cache_config.dtype
     excluded = _patterns(raw, "exclude_modules", "ignore")
     if algorithm == "NVFP4":
         if (group := raw.get("group_size") or _NVFP4.group) != _NVFP4.group:
             raise _refusal(f"NVFP4, group_size {group}")
-        return QuantSpec(format=None, codes=_NVFP4, excluded=excluded, cache_dtype=cache_dtype)
+        return QuantSpec(
+            format=None, weight_only=_NVFP4, excluded=excluded, cache_dtype=cache_dtype
+        )
     formats = {
         None: None,
         "NO_QUANT": None,
-        "FP8": EightBitSpec(weights="tensor", inputs="static"),
-        "FP8_PER_CHANNEL_PER_TOKEN": EightBitSpec(weights="channel", inputs="row"),
+        "FP8": W8A8Spec(weights="tensor", inputs="static"),
+        "FP8_PER_CHANNEL_PER_TOKEN": W8A8Spec(weights="channel", inputs="row"),
     }
     if algorithm not in formats:
         raise _refusal(str(algorithm))
@@ -119,11 +132,11 @@ def _fp8(raw: Mapping[str, Any]) -> QuantSpec:
     activations, block = raw.get("activation_scheme", "dynamic"), raw.get("weight_block_size")
     match activations, block:
         case "static", None:
-            chosen = EightBitSpec(weights="tensor", inputs="static")
+            chosen = W8A8Spec(weights="tensor", inputs="static")
         case "dynamic", None:
-            chosen = EightBitSpec(weights="tensor", inputs="row")
+            chosen = W8A8Spec(weights="tensor", inputs="row")
         case "dynamic", list() if block == _BLOCK:
-            chosen = EightBitSpec(weights="block", inputs="group", scale_name="weight_scale_inv")
+            chosen = W8A8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")
         case _:
             raise _refusal(f"fp8, activation_scheme {activations}, weight_block_size {block}")
     return QuantSpec(
@@ -139,8 +152,8 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantSpec:
         raise _refusal(f"compressed-tensors with {len(groups)} groups, or not of all linear layers")
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
     excluded, cache_dtype = _patterns(raw, "ignore"), _cache_dtype(raw)
-    if (codes := _compressed_codes(raw, weights, inputs)) is not None:
-        return QuantSpec(format=None, codes=codes, excluded=excluded, cache_dtype=cache_dtype)
+    if (spec := _compressed_weight_only(raw, weights, inputs)) is not None:
+        return QuantSpec(format=None, weight_only=spec, excluded=excluded, cache_dtype=cache_dtype)
     numbers: Literal["e4m3", "int8"]
     if _is_fp8(weights) and _is_fp8(inputs):
         numbers = "e4m3"
@@ -151,15 +164,15 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantSpec:
     how = (weights.get("strategy"), inputs.get("strategy"), bool(inputs.get("dynamic")))
     match how:
         case ("tensor" | "channel") as strategy, "tensor", False:
-            chosen = EightBitSpec(weights=strategy, inputs="static", numbers=numbers)
+            chosen = W8A8Spec(weights=strategy, inputs="static", numbers=numbers)
         case ("tensor" | "channel") as strategy, "token", True:
-            chosen = EightBitSpec(weights=strategy, inputs="row", numbers=numbers)
+            chosen = W8A8Spec(weights=strategy, inputs="row", numbers=numbers)
         case "block", "group", True if (
             numbers == "e4m3"
             and weights.get("block_structure") == _BLOCK
             and inputs.get("group_size") == _BLOCK[1]
         ):
-            chosen = EightBitSpec(weights="block", inputs="group")
+            chosen = W8A8Spec(weights="block", inputs="group")
         case _:
             raise _refusal(
                 f"compressed-tensors, weights by {how[0]}, activations by {how[1]}, "
@@ -168,10 +181,10 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(format=chosen, excluded=excluded, cache_dtype=cache_dtype)
 
 
-def _compressed_codes(
+def _compressed_weight_only(
     raw: Mapping[str, Any], weights: Mapping[str, Any], inputs: Mapping[str, Any]
-) -> CodesSpec | None:
-    """Weights alone. Inputs that could be rounded to 4-bit floats, too, keep their 16 bits."""
+) -> WeightOnlySpec | None:
+    """Weight-only. Activations that could be quantized to FP4, too, stay in 16 bits."""
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
     if weights.get("type") == "float" and bits == 4:
         match strategy, weights.get("group_size"):
@@ -180,20 +193,17 @@ def _compressed_codes(
             case "group", _MXFP4.group:
                 return _MXFP4
             case _, group:
-                raise _refusal(f"compressed-tensors, 4-bit floats by {strategy} of {group}")
+                raise _refusal(f"compressed-tensors, FP4 by {strategy} of {group}")
     if _is_fp8(weights) and not inputs:
         is_block = strategy == "block" and weights.get("block_structure") == _BLOCK
         if strategy not in ("tensor", "channel") and not is_block:
-            raise _refusal(f"compressed-tensors, 8-bit floats by {strategy}, inputs as they are")
-        return CodesSpec(layout="fp8", bits=8, group=_BLOCK[1] if is_block else 0)
+            raise _refusal(f"compressed-tensors, weight-only FP8 by {strategy}")
+        return WeightOnlySpec(layout="fp8", bits=8, group=_BLOCK[1] if is_block else 0)
     if weights.get("type") != "int" or inputs:
         return None
     if bits not in (4, 8) or strategy not in ("group", "channel"):
-        raise _refusal(
-            f"compressed-tensors, format {raw.get('format')}, whole numbers of {bits} bits by "
-            f"{strategy}"
-        )
-    return CodesSpec(
+        raise _refusal(f"compressed-tensors, format {raw.get('format')}, INT{bits} by {strategy}")
+    return WeightOnlySpec(
         layout="packed",
         bits=bits,
         group=int(weights["group_size"]) if strategy == "group" else 0,
@@ -206,9 +216,9 @@ def _awq(raw: Mapping[str, Any]) -> QuantSpec:
     if bits != 4 or version != "gemm":
         raise _refusal(f"awq, {bits} bits, version {version}")
     group = int(raw.get("group_size", raw.get("q_group_size", 128)))
-    codes = CodesSpec(layout="awq", bits=4, group=max(group, 0), has_zeros=True)
+    spec = WeightOnlySpec(layout="awq", bits=4, group=max(group, 0), has_zeros=True)
     excluded = _patterns(raw, "modules_to_not_convert")
-    return QuantSpec(format=None, codes=codes, excluded=excluded)
+    return QuantSpec(format=None, weight_only=spec, excluded=excluded)
 
 
 def _gptq(raw: Mapping[str, Any]) -> QuantSpec:
@@ -219,7 +229,7 @@ def _gptq(raw: Mapping[str, Any]) -> QuantSpec:
     if changed:
         raise _refusal(f"gptq, dynamic, {changed[0]}")
     left = [name.replace("-:", "re:", 1) for name in raw.get("dynamic") or {}]
-    codes = CodesSpec(
+    spec = WeightOnlySpec(
         layout="gptq",
         bits=bits,
         group=max(int(raw.get("group_size", 128)), 0),
@@ -227,7 +237,7 @@ def _gptq(raw: Mapping[str, Any]) -> QuantSpec:
         zero_offset=1 if version == "gptq" else 0,  # the first version stored one less
     )
     excluded = _patterns({"dynamic": left}, "dynamic")
-    return QuantSpec(format=None, codes=codes, excluded=excluded)
+    return QuantSpec(format=None, weight_only=spec, excluded=excluded)
 
 
 def _auto_round(raw: Mapping[str, Any]) -> QuantSpec:
@@ -247,17 +257,17 @@ def _auto_round(raw: Mapping[str, Any]) -> QuantSpec:
 def _bitsandbytes(raw: Mapping[str, Any]) -> QuantSpec:
     excluded = _patterns(raw, "llm_int8_skip_modules")
     if raw.get("load_in_8bit"):
-        codes = CodesSpec(layout="bitsandbytes", bits=8, group=0)
+        spec = WeightOnlySpec(layout="bitsandbytes", bits=8, group=0)
     elif raw.get("load_in_4bit") and raw.get("bnb_4bit_quant_type") == "nf4":
-        codes = CodesSpec(layout="bitsandbytes", bits=4, group=64)
+        spec = WeightOnlySpec(layout="bitsandbytes", bits=4, group=64)
     else:
         raise _refusal(f"bitsandbytes, {raw.get('bnb_4bit_quant_type', 'no number of bits')}")
-    return QuantSpec(format=None, codes=codes, excluded=excluded)
+    return QuantSpec(format=None, weight_only=spec, excluded=excluded)
 
 
 def _is_int8(numbers: Mapping[str, Any]) -> bool:
-    is_whole = numbers.get("num_bits") == 8 and numbers.get("type") == "int"
-    return is_whole and bool(numbers.get("symmetric", True))
+    is_int8 = numbers.get("num_bits") == 8 and numbers.get("type") == "int"
+    return is_int8 and bool(numbers.get("symmetric", True))
 
 
 def _is_fp8(numbers: Mapping[str, Any]) -> bool:
@@ -265,26 +275,51 @@ def _is_fp8(numbers: Mapping[str, Any]) -> bool:
 
 
 def _cache_dtype(raw: Mapping[str, Any]) -> str | None:
-    """A cache of another format than fp8 is kept in the model's own dtype, which loses nothing."""
+    """The KV cache that the checkpoint is made for: FP8 with a static scale per layer, or another
+    one in words. What becomes of it is up to kv_cache_config.dtype."""
     cache = raw.get("kv_cache_scheme")
-    is_fp8 = _is_fp8(cache) if isinstance(cache, Mapping) else cache == "static"
-    return FP8_CACHE if is_fp8 else None
+    if not cache:
+        return None
+    if not isinstance(cache, Mapping):
+        return FP8_CACHE if cache == "static" else f"'{cache!s:.40}'"
+    strategy = cache.get("strategy") or "tensor"
+    traits = [
+        "dynamic" if cache.get("dynamic") else "",
+        "" if cache.get("symmetric", True) else "asymmetric",
+        _number_format(cache),
+        "" if strategy == "tensor" else f"by {strategy!s:.40}",
+    ]
+    named = " ".join(filter(None, traits))
+    return FP8_CACHE if named == "FP8" else named
+
+
+def _number_format(numbers: Mapping[str, Any]) -> str:
+    kind = numbers.get("type", "int")
+    return f"{'FP' if kind == 'float' else f'{kind!s:.40}'.upper()}{numbers.get('num_bits')!s:.40}"
 
 
 def _patterns(raw: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
     found = tuple(pattern for field in fields for pattern in raw.get(field) or ())
     for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{' and '.join(fields)} must list names of modules")
         try:
             re.compile(pattern.removeprefix("re:")) if pattern.startswith("re:") else None
         except re.error as error:
             raise ConfigError(
-                f"the checkpoint excludes '{pattern}' from quantisation, which is no regular "
+                f"the checkpoint excludes '{pattern}' from quantization, which is no regular "
                 f"expression: {error}"
             ) from error
     return found
 
 
+def _shown(raw: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {raw[name]!s:.40}" for name in ("quant_method", "bits") if name in raw
+    )
+
+
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
-        f"the checkpoint is quantised ({what}), which is not supported; supported are {_SUPPORTED}"
+        f"the checkpoint is quantized ({what}), which is not supported; supported are {_SUPPORTED}"
     )

@@ -1,5 +1,5 @@
-"""`LinearScheme`: how the numbers of one linear layer are kept and multiplied; `ExpertsScheme`: of
-all experts of a layer.
+"""`LinearScheme`: how the weights of one linear layer are stored and multiplied; `ExpertsScheme`:
+those of all experts of a layer.
 
 A layer says which part of the checkpoint's matrices it holds (`LinearShape`, `ExpertsShape`); the
 scheme makes the parameters and applies them. Shards, collectives and who adds the bias are the
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.formats import Activation, InputFormat
-from penstock.kernels.gemm.few import MAX_TOKENS
+from penstock.kernels.gemm.gated import MAX_TOKENS
 from penstock.kernels.moe import ExpertWeights, experts
 from penstock.parallel.parameter import new_parameter, unread_parameter
-from penstock.parallel.shard import Piece, Share, Span, stack_shares, whole
+from penstock.parallel.shard import Piece, Shard, Span, stack_shards, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """A matrix [outputs, inputs] of this rank; `outputs` has one share per fused tensor."""
+    """A matrix [outputs, inputs] of this rank; `outputs` has one shard per fused tensor."""
 
-    outputs: tuple[Share, ...]
-    inputs: Share
+    outputs: tuple[Shard, ...]
+    inputs: Shard
     has_bias: bool
     num_padding: int = 0  # rows of zeros behind the others
 
     @property
-    def num_outputs(self) -> int:
-        return sum(share.target.size for share in self.outputs) + self.num_padding
+    def out_features(self) -> int:
+        return sum(shard.target.size for shard in self.outputs) + self.num_padding
 
     @property
-    def num_inputs(self) -> int:
+    def in_features(self) -> int:
         return self.inputs.target.size
 
 
@@ -57,7 +57,7 @@ class LinearScheme(Protocol):
         ...
 
     def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
-        """silu(gate) * up of the product. None: no shorter way than one after the other."""
+        """silu(gate) * up of the GEMM's output, fused. None: this scheme has no fused kernel."""
         ...
 
     def values(self, layer: Any) -> Tensor:
@@ -84,7 +84,7 @@ class ExpertsShape:
     num_experts: int  # of all ranks
     experts: Span  # those of this one: the first lies in slot 0
     hidden_size: int
-    num_features: int  # of all ranks
+    intermediate_size: int  # of all ranks
     features: Span  # of this one
     has_bias: bool
 
@@ -94,19 +94,19 @@ class ExpertsShape:
 
     def gate_up_pieces(self) -> tuple[Piece, ...]:
         """Gate and up of the first expert, of the second, ...; empty where it is elsewhere."""
-        shares = stack_shares([(self.num_features, self.features)] * 2)
+        shards = stack_shards([(self.intermediate_size, self.features)] * 2)
         hidden = whole(self.hidden_size)
-        return tuple(Piece((at, share, hidden)) for at in self._slots() for share in shares)
+        return tuple(Piece((at, shard, hidden)) for at in self._slots() for shard in shards)
 
     def down_pieces(self) -> tuple[Piece, ...]:
-        (features,) = stack_shares([(self.num_features, self.features)])
+        (features,) = stack_shards([(self.intermediate_size, self.features)])
         hidden = whole(self.hidden_size)
         return tuple(Piece((at, hidden, features)) for at in self._slots())
 
-    def _slots(self) -> list[Share]:
-        elsewhere = Share(full_size=1, source=Span(0, 0), target=Span(0, 0))
+    def _slots(self) -> list[Shard]:
+        elsewhere = Shard(full_size=1, source=Span(0, 0), target=Span(0, 0))
         here = [
-            Share(full_size=1, source=Span(0, 1), target=Span(slot, 1))
+            Shard(full_size=1, source=Span(0, 1), target=Span(slot, 1))
             for slot in range(self.num_slots)
         ]
         num_after = self.num_experts - self.experts.stop
@@ -118,7 +118,7 @@ class ExpertsScheme(Protocol):
 
     @property
     def group(self) -> int:
-        """So many neighbouring features share a scale: ranks must not part them."""
+        """So many neighboring features share a scale: ranks must not part them."""
         ...
 
     def create(
@@ -134,13 +134,13 @@ class ExpertsScheme(Protocol):
     def apply(
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
     ) -> Tensor:
-        """The weighted sum of each token's experts; `add_bias` is about the last product's."""
+        """The weighted sum of each token's experts; `add_bias` is about the second GEMM's."""
         ...
 
 
 def create_unread(layer: Any, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
     """A weight that `finish` reads from its file, and the bias."""
-    size = (shape.num_outputs, shape.num_inputs)
+    size = (shape.out_features, shape.in_features)
     layer.weight = unread_parameter(size, matrix_pieces(shape))
     create_bias(layer, shape, dtype, device)
 
@@ -162,10 +162,10 @@ def create_expert_biases(
     if not shape.has_bias:
         layer.gate_up.bias = layer.down.bias = None
         return
-    num_slots, num_features = shape.num_slots, shape.features.size
-    pieces = tuple(Piece(piece.shares[:2]) for piece in shape.gate_up_pieces())
-    layer.gate_up.bias = new_parameter((num_slots, 2 * num_features), dtype, device, pieces)
-    pieces = tuple(Piece(piece.shares[:2]) for piece in shape.down_pieces())
+    num_slots, intermediate_size = shape.num_slots, shape.features.size
+    pieces = tuple(Piece(piece.shards[:2]) for piece in shape.gate_up_pieces())
+    layer.gate_up.bias = new_parameter((num_slots, 2 * intermediate_size), dtype, device, pieces)
+    pieces = tuple(Piece(piece.shards[:2]) for piece in shape.down_pieces())
     layer.down.bias = new_parameter((num_slots, shape.hidden_size), dtype, device, pieces)
 
 
@@ -186,8 +186,8 @@ def apply_experts(
     )
 
 
-def gates_with_product(layer: Any, num_tokens: int) -> bool:
-    """Few enough tokens for `gated_linear`, on a device that has it."""
+def fuses_gate(layer: Any, num_tokens: int) -> bool:
+    """Small enough M for `gated_linear`, on a device that has it."""
     return num_tokens <= MAX_TOKENS and bool(layer.device.type == "cuda")
 
 
@@ -198,9 +198,9 @@ def matrix_pieces(shape: LinearShape) -> tuple[Piece, ...]:
 def create_bias(
     layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Biases are never quantised; `layer.bias` is None where there is none."""
+    """Biases are never quantized; `layer.bias` is None where there is none."""
     if not shape.has_bias:
         layer.register_parameter("bias", None)
         return
     pieces = tuple(Piece((outputs,)) for outputs in shape.outputs)
-    layer.bias = new_parameter((shape.num_outputs,), dtype, device, pieces)
+    layer.bias = new_parameter((shape.out_features,), dtype, device, pieces)

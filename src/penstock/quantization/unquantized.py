@@ -1,4 +1,4 @@
-"""The scheme of a checkpoint that is not quantised: weights in the model's own dtype."""
+"""The scheme of unquantized layers: weights in the model's dtype."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat, Plain
 from penstock.kernels.gemm import gated_linear, linear, packed
-from penstock.kernels.moe import plain_weights, touched_experts
+from penstock.kernels.moe import activated_experts, plain_weights
 from penstock.parallel.parameter import new_parameter
-from penstock.quant.scheme import (
+from penstock.quantization.scheme import (
     ExpertsShape,
     LinearShape,
     apply_experts,
     create_bias,
     create_expert_biases,
-    gates_with_product,
+    fuses_gate,
     matrix_pieces,
 )
 
@@ -26,12 +26,12 @@ class Unquantized:
         self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
     ) -> None:
         layer.weight = new_parameter(
-            (shape.num_outputs, shape.num_inputs),
+            (shape.out_features, shape.in_features),
             dtype,
             device,
             matrix_pieces(shape),
         )
-        layer.weight.data[shape.num_outputs - shape.num_padding :].zero_()
+        layer.weight.data[shape.out_features - shape.num_padding :].zero_()
         create_bias(layer, shape, dtype, device)
 
     def finish(self, layer: Any) -> None:
@@ -48,7 +48,7 @@ class Unquantized:
 
     def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
         assert isinstance(x_TI, Tensor)
-        if not isinstance(wanted, Plain) or not gates_with_product(layer, x_TI.shape[0]):
+        if not isinstance(wanted, Plain) or not fuses_gate(layer, x_TI.shape[0]):
             return None
         return gated_linear(x_TI, None, layer.weight, None, layer.bias, x_TI.dtype, None)
 
@@ -96,7 +96,7 @@ class UnquantizedExperts:
                 plain_weights(down.weight, layer.has_all),
             )
             return apply_experts(layer, x_TD, slots_TK, weights_TK, *matrices, add_bias)
-        return touched_experts(
+        return activated_experts(
             x_TD, slots_TK, weights_TK, gate_up.weight, down.weight, gate_up.bias,
             down.bias if add_bias else None, layer.gate,
         )  # fmt: skip

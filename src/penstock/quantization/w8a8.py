@@ -1,8 +1,8 @@
-"""The scheme of numbers of 8 bits: weights as the checkpoint stores them, inputs of the same kind.
+"""The W8A8 scheme (FP8 or INT8): weights as the checkpoint has them, activations of the same kind.
 
-Matrices that are fused keep their own scales. Where those of whole tensors differ, each output gets
-that of its matrix: the numbers stay those of the checkpoint, and a product with a scale per output
-costs no more than one with a single scale.
+Fused matrices keep their own scales. Where per-tensor scales differ, each output gets that of its
+matrix: the values stay those of the checkpoint, and a GEMM with per-output scales costs no more
+than one with a single scale.
 """
 
 import math
@@ -24,30 +24,31 @@ from penstock.kernels.formats import (
     Int8Static,
     Plain,
 )
-from penstock.kernels.fp8 import BLOCK, fp8_linear, weight_values
 from penstock.kernels.gemm import gated_linear
-from penstock.kernels.int8 import int8_linear
+from penstock.kernels.gemm.fp8 import dequantized, fp8_linear
+from penstock.kernels.gemm.int8 import int8_linear
 from penstock.kernels.moe import ExpertWeights
+from penstock.kernels.quantize import BLOCK
 from penstock.parallel.parameter import PlacedParameter, new_parameter
-from penstock.parallel.shard import Piece, Share, Span
-from penstock.quant.scheme import (
+from penstock.parallel.shard import Piece, Shard, Span
+from penstock.quantization.scheme import (
     ExpertsShape,
     LinearShape,
     apply_experts,
     create_bias,
     create_expert_biases,
-    gates_with_product,
+    fuses_gate,
     matrix_pieces,
 )
-from penstock.types.model_spec import EightBitSpec
+from penstock.types.model_spec import W8A8Spec
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _DUMMY_SPREADS = {"e4m3": 64.0, "int8": 32.0}  # of random weights: such that few are cut
 _DUMMY_INPUT_SCALES = {"e4m3": 16 / 448, "int8": 16 / 127}  # activations of such are around one
 
 
-class EightBitScheme:
-    def __init__(self, spec: EightBitSpec) -> None:
+class W8A8Scheme:
+    def __init__(self, spec: W8A8Spec) -> None:
         self._spec = spec
 
     def create(
@@ -55,7 +56,7 @@ class EightBitScheme:
     ) -> None:
         assert shape.num_padding == 0, shape
         layer.weight = new_parameter(
-            (shape.num_outputs, shape.num_inputs),
+            (shape.out_features, shape.in_features),
             _DTYPES[self._spec.numbers],
             device,
             matrix_pieces(shape),
@@ -99,7 +100,7 @@ class EightBitScheme:
     def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
         if not isinstance(x_TI, Fp8):
             return None
-        is_few = gates_with_product(layer, x_TI.values_TD.shape[0])
+        is_few = fuses_gate(layer, x_TI.values_TD.shape[0])
         if not is_few or layer.weight_scale.dim() == 2 or not isinstance(wanted, Plain | Fp8Static):
             return None
         out_scale_1 = wanted.scale_1 if isinstance(wanted, Fp8Static) else None
@@ -110,34 +111,34 @@ class EightBitScheme:
         return y_TF if out_scale_1 is None else Fp8(y_TF, out_scale_1)
 
     def values(self, layer: Any) -> Tensor:
-        return weight_values(layer.weight, layer.weight_scale).to(layer.dtype)
+        return dequantized(layer.weight, layer.weight_scale).to(layer.dtype)
 
     def _weight_scale(self, shape: LinearShape, device: torch.device) -> PlacedParameter:
-        dummy = 1 / (_DUMMY_SPREADS[self._spec.numbers] * math.sqrt(shape.num_inputs))
+        dummy = 1 / (_DUMMY_SPREADS[self._spec.numbers] * math.sqrt(shape.in_features))
         match self._spec.weights:
             case "tensor":
                 return _scale_per_part(shape, device, dummy)
             case "channel":
                 pieces = tuple(Piece((outputs,)) for outputs in shape.outputs)
-                size: tuple[int, ...] = (shape.num_outputs,)
+                size: tuple[int, ...] = (shape.out_features,)
             case "block":
                 inputs = _in_blocks(shape.inputs)
                 pieces = tuple(Piece((_in_blocks(outputs), inputs)) for outputs in shape.outputs)
-                size = (pieces[-1].shares[0].target.stop, inputs.target.size)
+                size = (pieces[-1].shards[0].target.stop, inputs.target.size)
             case _:
                 raise AssertionError(self._spec)
         return new_parameter(size, torch.float32, device, pieces, typical=(dummy, 0.0))
 
 
-class EightBitExperts:
-    """As `EightBitScheme`. Scales of whole matrices become one per output: those of gate and up
+class W8A8Experts:
+    """As `W8A8Scheme`. Scales of whole matrices become one per output: those of gate and up
     differ.
 
     Of the scales of static inputs the largest counts, of all experts: their input is one and the
     same, and of what the gates make nothing overflows either.
     """
 
-    def __init__(self, spec: EightBitSpec) -> None:
+    def __init__(self, spec: W8A8Spec) -> None:
         self._spec = spec
 
     @property
@@ -201,13 +202,13 @@ class EightBitExperts:
             case "tensor":
                 return _scale_per_expert(shape, pieces, device, dummy)
             case "channel":
-                pieces = tuple(Piece(piece.shares[:2]) for piece in pieces)
+                pieces = tuple(Piece(piece.shards[:2]) for piece in pieces)
                 size: tuple[int, ...] = (shape.num_slots, outputs)
             case "block":
                 pieces = tuple(
-                    Piece((piece.shares[0], *map(_in_blocks, piece.shares[1:]))) for piece in pieces
+                    Piece((piece.shards[0], *map(_in_blocks, piece.shards[1:]))) for piece in pieces
                 )
-                size = (shape.num_slots, *(share.target.stop for share in pieces[-1].shares[1:]))
+                size = (shape.num_slots, *(shard.target.stop for shard in pieces[-1].shards[1:]))
             case _:
                 raise AssertionError(self._spec)
         return new_parameter(size, torch.float32, device, pieces, typical=(dummy, 0.0))
@@ -221,8 +222,8 @@ def _scale_per_expert(
     placed = tuple(
         Piece(
             (
-                piece.shares[0],
-                Share(full_size=1, source=Span(0, 1), target=Span(number % num_parts, 1)),
+                piece.shards[0],
+                Shard(full_size=1, source=Span(0, 1), target=Span(number % num_parts, 1)),
             )
         )
         for number, piece in enumerate(pieces)
@@ -231,8 +232,8 @@ def _scale_per_expert(
     return new_parameter(size, torch.float32, device, placed, typical=(dummy, 0.0))
 
 
-def input_format(spec: EightBitSpec, scale_1: Tensor | None) -> InputFormat:
-    """What products with weights of this kind want; `scale_1` is that of static inputs."""
+def input_format(spec: W8A8Spec, scale_1: Tensor | None) -> InputFormat:
+    """The activations that GEMMs of this kind take; `scale_1` is that of static inputs."""
     is_float = spec.numbers == "e4m3"
     match spec.inputs:
         case "static":
@@ -249,25 +250,25 @@ def _scale_per_part(shape: LinearShape, device: torch.device, dummy: float) -> P
     """One number for each of the fused matrices."""
     num_parts = len(shape.outputs)
     pieces = tuple(
-        Piece((Share(full_size=1, source=Span(0, 1), target=Span(part, 1)),))
+        Piece((Shard(full_size=1, source=Span(0, 1), target=Span(part, 1)),))
         for part in range(num_parts)
     )
     return new_parameter((num_parts,), torch.float32, device, pieces, typical=(dummy, 0.0))
 
 
-def _in_blocks(share: Share) -> Share:
-    """The same share, counted in blocks."""
-    source, target = share.source, share.target
-    ends_whole = source.size % BLOCK == 0 or source.stop == share.full_size
+def _in_blocks(shard: Shard) -> Shard:
+    """The same shard, counted in blocks."""
+    source, target = shard.source, shard.target
+    ends_whole = source.size % BLOCK == 0 or source.stop == shard.full_size
     if source.start % BLOCK or target.start % BLOCK or not ends_whole:
         raise ConfigError(
-            f"the checkpoint has scales for blocks of {BLOCK} x {BLOCK}, and a rank's share of a "
-            f"layer, {source.start} to {source.stop} of {share.full_size}, cuts through one; use a "
+            f"the checkpoint has scales for blocks of {BLOCK} x {BLOCK}, and a rank's shard of a "
+            f"layer, {source.start} to {source.stop} of {shard.full_size}, cuts through one; use a "
             "smaller tensor_parallel_size"
         )
     num_blocks = -(-source.size // BLOCK)
-    return Share(
-        full_size=-(-share.full_size // BLOCK),
+    return Shard(
+        full_size=-(-shard.full_size // BLOCK),
         source=Span(source.start // BLOCK, num_blocks),
         target=Span(target.start // BLOCK, num_blocks),
     )

@@ -1,7 +1,7 @@
-"""The schemes of weights of few bits on a GPU: kept as codes, multiplied with plain inputs.
+"""Weight-only schemes on a GPU (W4A16, W8A16): weights stay packed, activations stay plain.
 
-Parts of a layer that have no codes in common form (one of them is not quantised, their inputs are
-in different orders, a rank's share cuts through a group) make it a layer of plain numbers.
+A layer whose parts cannot be packed as one (one of them is not quantized, their inputs are in
+different orders, a rank's shard cuts through a group) is dequantized.
 """
 
 from collections.abc import Iterator
@@ -10,41 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.coded import (
-    Coded,
-    CodedWeight,
-    Kind,
-    coded_experts,
-    coded_linear,
-    int8_coded,
-    nf4_coded,
-    pack_coded,
-    random_coded,
-    stack_coded,
-    unpack_coded,
-)
-from penstock.kernels.coded.weights import NF4_GROUP
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.gemm import linear, packed
-from penstock.kernels.moe import touched_experts
+from penstock.kernels.gemm.wna16 import weight_only_linear
+from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, pack_gpu, stack_packed, unpack_gpu
+from penstock.kernels.moe import activated_experts
+from penstock.kernels.moe.wna16 import weight_only_experts
+from penstock.kernels.quantized_weight import (
+    NF4_GROUP,
+    Kind,
+    QuantizedWeight,
+    quantize_int8_weight,
+    quantize_nf4,
+    random_quantized,
+)
 from penstock.parallel.parameter import UnreadParameter
-from penstock.quant.eight_bits import EightBitExperts
-from penstock.quant.none import UnquantizedExperts
-from penstock.quant.scheme import (
+from penstock.quantization.scheme import (
     ExpertsShape,
     LinearShape,
     create_unread,
     create_unread_experts,
 )
-from penstock.types.model_spec import CodesSpec, EightBitSpec
+from penstock.quantization.unquantized import UnquantizedExperts
+from penstock.quantization.w8a8 import W8A8Experts
+from penstock.types.model_spec import W8A8Spec, WeightOnlySpec
 
 
-class CodedScheme:
-    """`spec`: what the checkpoint has; None: its weights are plain, and become nf4.
-    `keeps_codes`: there is a kernel that multiplies them; else they are unpacked while loading."""
+class WeightOnlyScheme:
+    """`spec`: the checkpoint's layout; None: its weights are plain, and quantized online to NF4.
+    `has_kernel`: a kernel reads packed weights; else they are dequantized while loading."""
 
-    def __init__(self, spec: CodesSpec | None, keeps_codes: bool) -> None:
-        self._spec, self._keeps_codes = spec, keeps_codes
+    def __init__(self, spec: WeightOnlySpec | None, has_kernel: bool) -> None:
+        self._spec, self._has_kernel = spec, has_kernel
 
     def create(
         self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
@@ -62,38 +59,38 @@ class CodedScheme:
 
     def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
         assert isinstance(x_TI, Tensor)
-        multiply = coded_linear if type(layer.weight) is CodedWeight else linear
+        multiply = weight_only_linear if type(layer.weight) is GpuPackedWeight else linear
         return multiply(x_TI, layer.weight, layer.bias if add_bias else None)
 
     def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
         return None
 
     def values(self, layer: Any) -> Tensor:
-        if type(layer.weight) is CodedWeight:
-            return unpack_coded(layer.weight).values().to(layer.dtype)
+        if type(layer.weight) is GpuPackedWeight:
+            return unpack_gpu(layer.weight).values().to(layer.dtype)
         return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
 
-    def _weight(self, parameter: UnreadParameter, layer: Any) -> CodedWeight | None:
+    def _weight(self, parameter: UnreadParameter, layer: Any) -> GpuPackedWeight | None:
         """None where it shall not or cannot be packed."""
-        if not self._keeps_codes:
+        if not self._has_kernel:
             return None
         return next(_packed_matrices(parameter, 1, self._spec, layer.dtype, layer.device))
 
     def _plain(self, parameter: UnreadParameter, layer: Any) -> Tensor:
         numbers = parameter.numbers(layer.dtype, layer.device)
-        if self._spec is None and (coded := nf4_coded(numbers)) is not None:
-            return coded.values().to(layer.dtype)
+        if self._spec is None and (quantized := quantize_nf4(numbers)) is not None:
+            return quantized.values().to(layer.dtype)
         return numbers
 
 
-class CodedExperts(UnquantizedExperts):
-    """As `CodedScheme`. `made`: what plain weights become where there is no `spec`."""
+class WeightOnlyExperts(UnquantizedExperts):
+    """As `WeightOnlyScheme`. `online`: the format to quantize to where there is no `spec`."""
 
-    def __init__(self, spec: CodesSpec | None, keeps_codes: bool, made: str = "nf4") -> None:
-        self._spec, self._keeps_codes, self._made = spec, keeps_codes, made
+    def __init__(self, spec: WeightOnlySpec | None, has_kernel: bool, online: str = "nf4") -> None:
+        self._spec, self._has_kernel, self._online = spec, has_kernel, online
         if spec is not None:
             self.group = spec.group or 1
-        elif made == "nf4":
+        elif online == "nf4":
             self.group = NF4_GROUP
 
     def create(
@@ -118,54 +115,54 @@ class CodedExperts(UnquantizedExperts):
     def apply(
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
     ) -> Tensor:
-        if not isinstance(layer.gate_up.weight, CodedWeight):
+        if not isinstance(layer.gate_up.weight, GpuPackedWeight):
             return super().apply(layer, x_TD, slots_TK, weights_TK, add_bias)
         return _apply_experts(layer, x_TD, slots_TK, weights_TK, add_bias)
 
-    def _weight(self, parameter: UnreadParameter, layer: Any) -> CodedWeight | None:
-        if not self._keeps_codes:
+    def _weight(self, parameter: UnreadParameter, layer: Any) -> GpuPackedWeight | None:
+        if not self._has_kernel:
             return None
         found = []
-        arguments = layer.num_slots, self._spec, layer.dtype, layer.device, self._made
+        arguments = layer.num_slots, self._spec, layer.dtype, layer.device, self._online
         for weight in _packed_matrices(parameter, *arguments):
             if weight is None:
                 return None
             found.append(weight)
-        return stack_coded(found)
+        return stack_packed(found)
 
     def _rounded(self, matrix: Tensor) -> Tensor:
-        coded = _made(matrix, self._made) if self._spec is None else None
-        return matrix if coded is None else coded.values().to(matrix.dtype)
+        quantized = _quantize_online(matrix, self._online) if self._spec is None else None
+        return matrix if quantized is None else quantized.values().to(matrix.dtype)
 
 
-class Int8Experts(EightBitExperts):
-    """Experts of whole numbers of 8 bits. Their inputs stay plain, whatever the checkpoint says:
-    that is no less precise, and few tokens wait for the weights alone."""
+class Int8Experts(W8A8Experts):
+    """INT8 experts, weight-only whatever the checkpoint says: that is no less precise, and small M
+    is bound by reading the weights alone."""
 
-    def __init__(self, spec: EightBitSpec, keeps_codes: bool) -> None:
+    def __init__(self, spec: W8A8Spec, has_kernel: bool) -> None:
         super().__init__(spec)
-        self._keeps_codes = keeps_codes
+        self._has_kernel = has_kernel
 
     def finish(self, layer: Any) -> None:
         for part in (layer.gate_up, layer.down):
             weight_SOI, scale_SO, _ = self._loaded(part)
-            coded = [
-                Coded("int8", values_OI.view(torch.uint8) ^ 128, scale_O[:, None])
+            quantized = [
+                QuantizedWeight("int8", values_OI.view(torch.uint8) ^ 128, scale_O[:, None])
                 for values_OI, scale_O in zip(weight_SOI, scale_SO, strict=True)
             ]
-            if self._keeps_codes:
-                weights = [weight for one in coded if (weight := pack_coded([one])) is not None]
-                part.weight = stack_coded(weights)
-                assert part.weight is not None and len(weights) == len(coded)
+            if self._has_kernel:
+                weights = [weight for one in quantized if (weight := pack_gpu([one])) is not None]
+                part.weight = stack_packed(weights)
+                assert part.weight is not None and len(weights) == len(quantized)
             else:
-                part.weight = [packed(one.values().to(layer.dtype)) for one in coded]
+                part.weight = [packed(one.values().to(layer.dtype)) for one in quantized]
 
     def apply(
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
     ) -> Tensor:
-        if isinstance(layer.gate_up.weight, CodedWeight):
+        if isinstance(layer.gate_up.weight, GpuPackedWeight):
             return _apply_experts(layer, x_TD, slots_TK, weights_TK, add_bias)
-        return touched_experts(
+        return activated_experts(
             x_TD, slots_TK, weights_TK, layer.gate_up.weight, layer.down.weight,
             layer.gate_up.bias, layer.down.bias if add_bias else None, layer.gate,
         )  # fmt: skip
@@ -174,7 +171,7 @@ class Int8Experts(EightBitExperts):
 def _apply_experts(
     layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
 ) -> Tensor:
-    compute = coded_experts.reference if layer.by_reference else coded_experts
+    compute = weight_only_experts.reference if layer.by_reference else weight_only_experts
     return compute(
         x_TD, slots_TK, weights_TK, layer.gate_up.weight, layer.down.weight, layer.gate_up.bias,
         layer.down.bias if add_bias else None, layer.gate,
@@ -184,36 +181,38 @@ def _apply_experts(
 def _packed_matrices(
     parameter: UnreadParameter,
     num_slots: int,
-    spec: CodesSpec | None,
+    spec: WeightOnlySpec | None,
     dtype: torch.dtype,
     device: torch.device,
-    made: str = "nf4",
-) -> Iterator[CodedWeight | None]:
+    online: str = "nf4",
+) -> Iterator[GpuPackedWeight | None]:
     """One for each slot; None where a matrix cannot be packed."""
     if spec is None:
         for matrix in parameter.matrices(num_slots, dtype, device):
-            coded = _made(matrix, made)
-            yield None if coded is None else pack_coded([coded])
+            quantized = _quantize_online(matrix, online)
+            yield None if quantized is None else pack_gpu([quantized])
         return
     keeps_zeros = spec.has_zeros and num_slots > 1  # all slots must have them, or none
     for numbers in parameter.numbers_by_slot(num_slots):
         if not parameter.sources:
-            yield pack_coded([_random(spec, *parameter.full_shape, device)], keeps_zeros)
+            yield pack_gpu([_random(spec, *parameter.full_shape, device)], keeps_zeros)
             continue
         parts = [
-            parameter.sources[number].read_coded(parameter.pieces[number].source[-2:], device)
+            parameter.sources[number].read_quantized(parameter.pieces[number].source[-2:], device)
             for number in numbers
         ]
-        coded_parts = [part for part in parts if part is not None]
-        is_coded = len(coded_parts) == len(numbers)
-        yield pack_coded(coded_parts, keeps_zeros) if is_coded else None
+        quantized_parts = [part for part in parts if part is not None]
+        is_quantized = len(quantized_parts) == len(numbers)
+        yield pack_gpu(quantized_parts, keeps_zeros) if is_quantized else None
 
 
-def _made(matrix: Tensor, made: str) -> Coded | None:
-    return nf4_coded(matrix) if made == "nf4" else int8_coded(matrix)
+def _quantize_online(matrix: Tensor, online: str) -> QuantizedWeight | None:
+    return quantize_nf4(matrix) if online == "nf4" else quantize_int8_weight(matrix)
 
 
-def _random(spec: CodesSpec, num_outputs: int, num_inputs: int, device: torch.device) -> Coded:
+def _random(
+    spec: WeightOnlySpec, out_features: int, in_features: int, device: torch.device
+) -> QuantizedWeight:
     kind: Kind = "int8" if spec.bits == 8 else "int4"
     match spec.layout, spec.bits:
         case "nvfp4" | "mxfp4", _:
@@ -222,5 +221,5 @@ def _random(spec: CodesSpec, num_outputs: int, num_inputs: int, device: torch.de
             kind = "nf4"
         case "fp8", _:
             kind = "e4m3"
-    group = spec.group or num_inputs
-    return random_coded(kind, num_outputs, num_inputs, group, spec.has_zeros, device)
+    group = spec.group or in_features
+    return random_quantized(kind, out_features, in_features, group, spec.has_zeros, device)

@@ -1,7 +1,7 @@
-"""The scheme of a checkpoint whose weights are small codes, multiplied as they are on a CPU.
+"""Weight-only schemes on a CPU: low-bit weights stay packed for the C kernels.
 
-A layer that has parts without codes, or whose share of the inputs cuts through a group, is unpacked
-to fp32 and treated as an unquantised one.
+A layer that has unquantized parts, or whose shard of the inputs cuts through a group, is
+dequantized to fp32 and treated as an unquantized one.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
-from penstock.kernels.gemm import PackedWeight, linear, pack, packed, packed_linear, packed_rows
-from penstock.kernels.moe import touched_experts
+from penstock.kernels.gemm import (
+    CpuPackedWeight,
+    linear,
+    pack_cpu,
+    packed,
+    packed_linear,
+    packed_rows,
+)
+from penstock.kernels.moe import activated_experts
 from penstock.parallel.parameter import Source, UnreadParameter
 from penstock.parallel.shard import Piece
-from penstock.quant.scheme import (
+from penstock.quantization.scheme import (
     ExpertsShape,
     LinearShape,
     create_unread,
     create_unread_experts,
 )
 
+_CPU = torch.device("cpu")
 
-class PackedCodes:
+
+class CpuWeightOnlyScheme:
     def create(
         self, layer: nn.Module, shape: LinearShape, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -34,22 +43,22 @@ class PackedCodes:
     def finish(self, layer: Any) -> None:
         weight = _read(layer.weight)
         del layer.weight
-        layer.weight = weight if isinstance(weight, PackedWeight) else packed(weight)
+        layer.weight = weight if isinstance(weight, CpuPackedWeight) else packed(weight)
 
     def input_format(self, layer: Any, num_tokens: int) -> InputFormat:
         return PLAIN
 
     def apply(self, layer: Any, x_TI: Activation, add_bias: bool) -> Tensor:
         assert isinstance(x_TI, Tensor)
-        multiply = packed_linear if type(layer.weight) is PackedWeight else linear
+        multiply = packed_linear if type(layer.weight) is CpuPackedWeight else linear
         return multiply(x_TI, layer.weight, layer.bias if add_bias else None)
 
     def apply_gated(self, layer: Any, x_TI: Activation, wanted: InputFormat) -> Activation | None:
         return None
 
     def values(self, layer: Any) -> Tensor:
-        if type(layer.weight) is PackedWeight:
-            return packed_rows(torch.arange(layer.shape.num_outputs), layer.weight)
+        if type(layer.weight) is CpuPackedWeight:
+            return packed_rows(torch.arange(layer.shape.out_features), layer.weight)
         return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
 
     def finish_table(self, layer: Any) -> None:
@@ -58,15 +67,15 @@ class PackedCodes:
         layer.weight = weight
 
     def lookup(self, layer: Any, ids_T: Tensor) -> Tensor:
-        if type(layer.weight) is PackedWeight:
+        if type(layer.weight) is CpuPackedWeight:
             return packed_rows(ids_T, layer.weight)
         return F.embedding(ids_T, layer.weight)
 
 
-class PackedExperts:
+class CpuWeightOnlyExperts:
     """Every matrix of every expert for itself."""
 
-    group = 1  # a share that cuts through one is unpacked
+    group = 1  # a shard that cuts through one is dequantized
 
     def create(
         self, layer: Any, shape: ExpertsShape, dtype: torch.dtype, device: torch.device
@@ -80,24 +89,24 @@ class PackedExperts:
             del part.weight
             weights = []
             for numbers in parameter.numbers_by_slot(layer.num_slots):
-                pieces = [Piece(parameter.pieces[n].shares[1:]) for n in numbers]  # without slots
+                pieces = [Piece(parameter.pieces[n].shards[1:]) for n in numbers]  # without slots
                 sources = [parameter.sources[n] for n in numbers]
                 weights.append(
                     _matrix(parameter.full_shape, list(zip(pieces, sources, strict=True)))
                 )
-            part.weight = [w if isinstance(w, PackedWeight) else packed(w) for w in weights]
+            part.weight = [w if isinstance(w, CpuPackedWeight) else packed(w) for w in weights]
 
     def apply(
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool
     ) -> Tensor:
         gate_up, down = layer.gate_up, layer.down
-        return touched_experts(
+        return activated_experts(
             x_TD, slots_TK, weights_TK, gate_up.weight, down.weight, gate_up.bias,
             down.bias if add_bias else None, layer.gate,
         )  # fmt: skip
 
 
-def _read(parameter: UnreadParameter) -> PackedWeight | Tensor:
+def _read(parameter: UnreadParameter) -> CpuPackedWeight | Tensor:
     """Once for all who share the parameter."""
     if parameter.matrix is None:
         parts = [(p, parameter.sources[number]) for number, p in enumerate(parameter.pieces)]
@@ -105,19 +114,23 @@ def _read(parameter: UnreadParameter) -> PackedWeight | Tensor:
     return parameter.matrix
 
 
-def _matrix(shape: tuple[int, int], parts: Sequence[tuple[Piece, Source]]) -> PackedWeight | Tensor:
+def _matrix(
+    shape: tuple[int, int], parts: Sequence[tuple[Piece, Source]]
+) -> CpuPackedWeight | Tensor:
     """Packed, or plain where that is not possible."""
     return _packed(shape, parts) or _plain(shape, parts)
 
 
-def _packed(shape: tuple[int, int], parts: Sequence[tuple[Piece, Source]]) -> PackedWeight | None:
+def _packed(
+    shape: tuple[int, int], parts: Sequence[tuple[Piece, Source]]
+) -> CpuPackedWeight | None:
     found = []
     for piece, source in parts:
-        codes = None if piece.is_empty else source.read_codes(piece.source)
-        if codes is None:
+        weight = None if piece.is_empty else source.read_quantized(piece.source, _CPU)
+        if weight is None:
             return None
-        found.append(codes)
-    return pack(found, shape[0])
+        found.append(weight)
+    return pack_cpu(found, shape[0])
 
 
 def _plain(shape: tuple[int, int], parts: Sequence[tuple[Piece, Source]]) -> Tensor:

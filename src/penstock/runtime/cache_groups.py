@@ -1,4 +1,4 @@
-"""Which layers share a cache group, and what the scheduler's side of each group is.
+"""Which layers share a cache group.
 
 The first group keeps every token and takes the memory that the others leave. A group of windows
 needs a number of blocks that follows from the settings alone; for states see `memory.py`.
@@ -8,9 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config.run import RunConfig
-from penstock.core.kv.groups import CacheGroup, FullGroup, StateGroup, WindowGroup, num_blocks
 from penstock.layers.cached import CachedLayer
-from penstock.types.cache_spec import CacheSpec, FullKV, RecurrentState, block_bytes
+from penstock.types.cache_spec import (
+    CacheSpec,
+    FullKV,
+    RecurrentState,
+    block_bytes,
+    window_blocks_needed,
+)
 
 _REUSED_WINDOWS = 1  # for each row, so that prefixes are found for a while
 
@@ -26,7 +31,7 @@ class LayerGroup:
 
     @property
     def has_states(self) -> bool:
-        """One block is all that is kept of a text."""
+        """One block holds all that is kept of a sequence."""
         return isinstance(self.spec, RecurrentState)
 
     @property
@@ -40,7 +45,7 @@ class LayerGroup:
     def window_blocks(self, config: RunConfig) -> int:
         """Blocks of a group of windows."""
         assert self.window is not None, self.spec
-        needed = WindowGroup.blocks_needed(
+        needed = window_blocks_needed(
             self.window,
             config.tokens_per_block,
             config.max_batch_size,
@@ -49,18 +54,8 @@ class LayerGroup:
         )
         if not config.block_reuse:
             return needed
-        per_window = num_blocks(self.window, config.tokens_per_block) + 1
+        per_window = -(-self.window // config.tokens_per_block) + 1
         return needed + _REUSED_WINDOWS * config.max_batch_size * per_window
-
-    def cache_group(self, num_blocks: int, config: RunConfig) -> CacheGroup:
-        """The scheduler's side of it."""
-        block_size, reuse = config.tokens_per_block, config.block_reuse
-        if self.has_states:
-            rows, interval = config.max_batch_size, config.state_interval
-            return StateGroup(num_blocks, block_size, interval, rows, reuse)
-        if self.window is None:
-            return FullGroup(num_blocks, block_size, reuse, config.partial_reuse)
-        return WindowGroup(num_blocks, block_size, self.window, reuse, config.partial_reuse)
 
 
 def _keeps_all(spec: CacheSpec) -> bool:
@@ -76,7 +71,7 @@ def group_layers(layers: Sequence[CachedLayer], config: RunConfig) -> tuple[Laye
     """Layers with equal specs together, those that keep every token first.
 
     A window as long as the longest sequence is none; neither is one where no layer keeps every
-    token, since memory would lie idle that whole texts can use.
+    token, since memory would lie idle that whole sequences can use.
     """
     specs = [layer.cache_spec() for layer in layers]
     is_idle = not any(map(_keeps_all, specs))

@@ -1,8 +1,8 @@
-"""Kernels compiled before the engine needs them, by processes side by side.
+"""Compile workers: kernels compiled before the engine needs them, by processes side by side.
 
 The first start of a model on a GPU compiles dozens of kernels, which one process does one by one.
-So copies of the engine's process, each with one layer of every kind and random weights, run a part
-of what a start runs (`build.rehearse`) and leave the kernels in Triton's folder, where the engine
+So forked copies of the engine process, each with one layer of every kind and random weights, run a
+part of the warmup (`_warm_up`) and leave the kernels in Triton's cache folder, where the engine
 then finds them. What goes wrong in them costs time and nothing else.
 
 Their memory: they are gone before the engine takes any, and there are only as many as fit in what
@@ -14,7 +14,8 @@ import hashlib
 import itertools
 import logging
 import os
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,56 +25,69 @@ import torch
 from penstock import log
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
-from penstock.ipc.process import Copies
+from penstock.ipc.process import ForkedWorkers
 from penstock.kernels import triton_cache
 from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
-from penstock.runtime.build import (
-    Rehearsal,
-    eager_decodes,
-    eager_sizes,
-    most_weight_bytes,
-    rehearse,
-)
+from penstock.parallel.mesh import RankMesh
+from penstock.runtime.cache_groups import group_layers
+from penstock.runtime.capture import captures_chunks
+from penstock.runtime.graphs import chunk_inputs
+from penstock.runtime.model_loader import load_model, most_weight_bytes
+from penstock.runtime.profile_steps import eager_decodes, eager_sizes
+from penstock.runtime.rank import trial_cache, wire_runner
+from penstock.runtime.timeline import Timeline
+from penstock.runtime.warmup import run_decodes, run_sizes, run_steps, warm_up_sampling
 from penstock.types.model_spec import ModelSpec
 
 _MIN_CPUS = 6  # fewer would make the processes wait for each other
 _MAX_WAIT_S = 120.0
-_BYTES_BESIDE = 4 << 30  # weights: a CUDA context, the largest step, what weights are made of
+_BYTES_BESIDE = 4 << 30  # the weights: a CUDA context, the largest step, sources of weights
 _log = log.get(__name__)
 
 
-class BuilderTask(msgspec.Struct, frozen=True, kw_only=True):
-    parts: tuple[Rehearsal, ...]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupPart:
+    """A part of what a start runs so that kernels are compiled."""
+
+    has_steps: bool = False  # those where memory is planned
+    has_sampling: bool = False
+    eager_sizes: tuple[int, ...] = ()  # tokens of prefill steps
+    batch_sizes: tuple[int, ...] = ()  # of decode steps, in graphs or not
+    token_sizes: tuple[int, ...] = ()  # of graphs of prefill steps
+
+
+class CompileTask(msgspec.Struct, frozen=True, kw_only=True):
+    parts: tuple[WarmupPart, ...]
     config: RunConfig
     model_kwargs: dict[str, Any] | None
     log_level: str | None
 
 
-def stand_by(config: EngineConfig) -> Copies | None:
-    """Builders that wait; before this process has threads or a CUDA context. None: of no use."""
+def stand_by(config: EngineConfig) -> ForkedWorkers | None:
+    """Workers that wait; forked before this process has threads or a CUDA context. None: no use."""
     if config.device == "cpu" or torch.version.cuda is None or config.tensor_parallel_size > 1:
         return None
     if _num_cpus() < _MIN_CPUS:
         return None
     try:
-        return Copies(_build)
+        return ForkedWorkers(_compile)
     except OSError as error:
         _log.warning("kernels are compiled one by one: %s", error)
         return None
 
 
-class KernelBuilders:
+class CompileWorkers:
     """For one start of an engine. Without `copies` there are none."""
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, copies: Copies | None) -> None:
+    def __init__(self, config: RunConfig, spec: ModelSpec, copies: ForkedWorkers | None) -> None:
         self._config = config
-        self._short = short(spec)
+        self._short = spec.shortened()
         self._copies = copies
         self._mark = _mark(config, self._short) if copies and config.device == "cuda" else None
 
     def run(self, model_kwargs: dict[str, Any] | None, log_level: str | None) -> None:
-        """Returns when they have left, or at once where a start like this one has made all."""
+        """Returns when they have left, or at once if a start like this one has compiled all."""
         if self._copies is None:
             return
         if self._mark is None or self._mark.exists():
@@ -84,7 +98,7 @@ class KernelBuilders:
         each = int(1.5 * most_weight_bytes(config, self._short)) + _BYTES_BESIDE
         count = min(len(parts), _num_cpus() // 2, probe().free_bytes // each)
         tasks = [
-            BuilderTask(
+            CompileTask(
                 parts=tuple(parts[number::count]),
                 config=config,
                 model_kwargs=model_kwargs,
@@ -101,44 +115,42 @@ class KernelBuilders:
                 self._mark.touch()
 
 
-def short(spec: ModelSpec) -> ModelSpec:
-    """The model with one layer of each kind."""
-    moe, delta = spec.moe, spec.delta
-
-    def kind(layer: int) -> tuple[Any, ...]:
-        is_moe, is_delta = moe and moe.layers[layer], delta and delta.layers[layer]
-        return is_moe, is_delta, None if is_delta else spec.window_of(layer)
-
-    first = {kind(layer): layer for layer in reversed(range(spec.num_layers))}
-    layers = sorted(first.values())
-    windows = spec.layer_windows
-    return replace(
-        spec,
-        num_layers=len(layers),
-        num_draft_layers=0,
-        layer_windows=windows and tuple(windows[layer] for layer in layers),
-        moe=moe and replace(moe, layers=tuple(moe.layers[layer] for layer in layers)),
-        delta=delta and replace(delta, layers=tuple(delta.layers[layer] for layer in layers)),
-    )
+def _warm_up(parts: Sequence[WarmupPart], config: RunConfig, spec: ModelSpec) -> None:
+    """Run these parts once, eagerly and on random weights."""
+    mesh = RankMesh.single()
+    model, device, _ = load_model(config, spec, mesh, Timeline())
+    groups = group_layers(model.cache_layers(), config)
+    cache = trial_cache(config, groups)
+    runner, rows = wire_runner(config, spec, model, groups, mesh, device, cache)
+    chunks = runner.chunk_step(config.max_seq_len)
+    for part in parts:
+        if part.has_steps:
+            run_steps(runner, config)
+        run_sizes(runner, model, config, part.eager_sizes)
+        if part.has_sampling:
+            warm_up_sampling(model, mesh, device, config, spec)
+        run_decodes(runner, model, rows, config.max_seq_len, part.batch_sizes)
+        for size in part.token_sizes if captures_chunks(model) else ():
+            chunks(chunk_inputs(rows, size))
 
 
-def _parts(config: RunConfig) -> list[Rehearsal]:
-    """About as long as each other, those with most kernels first. Steps of as many tokens have
-    mostly the same, in graphs or not."""
+def _parts(config: RunConfig) -> list[WarmupPart]:
+    """Of about equal length, those with most kernels first. Steps of as many tokens take mostly the
+    same kernels, in graphs or not."""
     prompts = [
-        Rehearsal(
+        WarmupPart(
             eager_sizes=sizes,
             token_sizes=tuple(n for n in config.graph_token_sizes if sizes[0] <= n <= sizes[-1]),
         )
         for sizes in _slices(eager_sizes(config), 3)
     ]
     batch_sizes = config.graph_batch_sizes + eager_decodes(config)
-    decodes = [Rehearsal(batch_sizes=sizes) for sizes in _slices(batch_sizes, 3)]
-    return [Rehearsal(has_steps=True), *prompts, *decodes, Rehearsal(has_sampling=True)]
+    decodes = [WarmupPart(batch_sizes=sizes) for sizes in _slices(batch_sizes, 3)]
+    return [WarmupPart(has_steps=True), *prompts, *decodes, WarmupPart(has_sampling=True)]
 
 
 def _slices(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """Neighbours together: up to the same power of two sizes have mostly the same kernels."""
+    """Neighbors together: sizes up to the same power of two take mostly the same kernels."""
     powers = itertools.groupby(sorted(sizes), lambda size: (size - 1).bit_length())
     alike = [list(own) for _, own in powers]
     each = max(1, -(-len(alike) // count))
@@ -160,13 +172,15 @@ def _mark(config: RunConfig, shortened: ModelSpec) -> Path | None:
     return folder / f"started-{hashlib.sha256(described).hexdigest()[:32]}"
 
 
-def _build(given: dict[str, Any]) -> None:
-    """In a copy."""
-    task = msgspec.convert(given, BuilderTask)
-    log.setup("builder", task.log_level)
+def _compile(given: dict[str, Any]) -> None:
+    """In a worker."""
+    task = msgspec.convert(given, CompileTask)
+    log.setup("compile worker", task.log_level)
     logging.getLogger().setLevel(max(logging.WARNING, logging.getLogger().level))
     try:
         spec = parse_model_spec(Path(task.config.model_path), task.model_kwargs)
-        rehearse(task.parts, task.config, short(spec))
+        _warm_up(task.parts, task.config, spec.shortened())
     except Exception as error:
-        _log.warning("kernels were not all made beforehand: %s: %s", type(error).__name__, error)
+        _log.warning(
+            "kernels were not all compiled beforehand: %s: %s", type(error).__name__, error
+        )

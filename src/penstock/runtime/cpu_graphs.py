@@ -1,4 +1,4 @@
-"""`DecodeTapes`: decode steps on a CPU, recorded once per number of entries and run from C.
+"""`DecodeCpuGraphs`: decode steps on a CPU, recorded once per number of entries and run from C.
 
 A step of a small model is some hundred short ops, and to call them from Python takes as long as
 many of them do.
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from penstock import log
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.native import library
-from penstock.kernels.native.tape import Arena, NotRecordable, Tape, record
+from penstock.kernels.native.cpu_graph import Arena, CpuGraph, NotRecordable, record
 
 _log = log.get(__name__)
 
@@ -25,12 +25,12 @@ _INPUTS = ("input_ids_T", "positions_T", "slots_T", "rows_N", "kv_lens_N")
 
 @dataclass(slots=True)
 class _Recorded:
-    tape: Tape
+    graph: CpuGraph
     batch: ForwardBatch
     logits_NV: Tensor
 
 
-class DecodeTapes:
+class DecodeCpuGraphs:
     """`step` is a batch of decodes -> logits; `max_kv_len` is the most that a batch may have."""
 
     def __init__(self, step: Callable[[ForwardBatch], Tensor], max_kv_len: int) -> None:
@@ -53,7 +53,7 @@ class DecodeTapes:
         ):
             for name in _INPUTS:
                 getattr(mine, name).copy_(getattr(theirs, name))
-        recorded.tape.run()
+        recorded.graph.run()
         return recorded.logits_NV
 
     def _record(self, batch: ForwardBatch) -> _Recorded | None:
@@ -61,12 +61,12 @@ class DecodeTapes:
         own.others = tuple(self._own(other) for other in batch.others)
         assert self._library is not None
         try:
-            tape, logits_NV = record(self._library, self._arena, lambda: self._step(own))
+            graph, logits_NV = record(self._library, self._arena, lambda: self._step(own))
         except NotRecordable as reason:
             _log.debug("decode steps run op by op: %s", reason)
             self._is_recordable = False
             return None
-        recorded = _Recorded(tape, own, logits_NV)
+        recorded = _Recorded(graph, own, logits_NV)
         self._recorded[batch.num_entries] = recorded
         return recorded
 

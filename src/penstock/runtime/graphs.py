@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.runtime.batch import Rows, packed_size
+from penstock.runtime.input_batch import Rows, packed_size
 from penstock.types.step import Int32s, StepPlan
 
 Outputs = tuple[Tensor, Tensor, Tensor]

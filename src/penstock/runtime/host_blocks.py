@@ -1,4 +1,4 @@
-"""Host memory for blocks of the cache that have left the device."""
+"""`HostBlocks`: host (CPU) memory for cache blocks that are swapped out."""
 
 import mmap
 import weakref
@@ -10,41 +10,41 @@ from torch import Tensor
 
 from penstock import log
 
-_SLAB_BYTES = 64 << 20  # made at once: while the driver pins them, others who want it wait
-_AHEAD = 8  # slabs that are ready, or being made, beyond the last one in use
+_SLAB_BYTES = 64 << 20  # allocated at once: while the driver pins a slab, others wait for it
+_AHEAD = 8  # slabs that are ready, or being allocated, beyond the last one in use
 
 _log = log.get(__name__)
 
 
 class HostBlocks:
-    """Places by number, each for one block of all layers. Memory is taken with the first of them,
-    slab by slab: a thread makes the next ones, so that a step seldom waits."""
+    """Host blocks by number, each for one block of all layers. How many there are the memory plan
+    says. Memory is taken with the first of them, slab by slab: a thread allocates the next ones, so
+    that a step seldom waits."""
 
-    def __init__(self, planes_LB: Sequence[Tensor], max_bytes: int) -> None:
+    def __init__(self, planes_LB: Sequence[Tensor], num_blocks: int) -> None:
         self._blocks_L = [plane_LB[:, 0] for plane_LB in planes_LB]
         self._sizes = [block_L.nbytes for block_L in self._blocks_L]
         self._device = planes_LB[0].device
-        num_places = max_bytes // sum(self._sizes)
-        self._per_slab = max(1, min(_SLAB_BYTES // sum(self._sizes), num_places))
-        self._num_slabs = -(-num_places // self._per_slab)
+        self._per_slab = max(1, min(_SLAB_BYTES // sum(self._sizes), num_blocks))
+        self._num_slabs = -(-num_blocks // self._per_slab)
         self._slabs: list[Future[Tensor]] = []
-        self._maker: ThreadPoolExecutor | None = None
+        self._allocator: ThreadPoolExecutor | None = None
 
     def __getitem__(self, number: int) -> list[Tensor]:
         """A block's planes, [L, ...] each."""
         index, at = divmod(number, self._per_slab)
-        if self._maker is None:
-            self._maker = ThreadPoolExecutor(1, "host blocks")
+        if self._allocator is None:
+            self._allocator = ThreadPoolExecutor(1, "host blocks")
         while len(self._slabs) < min(index + 1 + _AHEAD, self._num_slabs):
-            self._slabs.append(self._maker.submit(self._make))
+            self._slabs.append(self._allocator.submit(self._allocate))
         parts = self._slabs[index].result()[at].split(self._sizes)
         return [
             part.view(block_L.dtype).view(block_L.shape)
             for part, block_L in zip(parts, self._blocks_L, strict=True)
         ]
 
-    def _make(self) -> Tensor:
-        """Bytes [places, block]."""
+    def _allocate(self) -> Tensor:
+        """Bytes [host blocks, block]."""
         num_bytes = self._per_slab * sum(self._sizes)
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.gather import decode_inputs
 from penstock.kernels.transfer import to_device
 from penstock.types.step import FROM_DEVICE, Int32s, StepPlan
@@ -36,7 +36,7 @@ def all_to_device(arrays: list[Int32s], device: torch.device) -> list[Tensor]:
 
 
 def packed_size(num_entries: int, num_tokens: int) -> int:
-    """Of what `Rows.pack_chunks` makes."""
+    """Of what `Rows.pack_chunks` packs."""
     return 4 * num_entries + 1 + 3 * num_tokens
 
 
@@ -73,7 +73,7 @@ class Rows:
         groups: Sequence[bool] = (True,),
     ) -> None:
         """`groups`: of each cache group, whether blocks hold `block_size` tokens; else one holds
-        the whole text, and a token's slot is that block."""
+        the whole sequence, and a token's slot is that block."""
         self.device = device
         self.block_size = block_size
         self.padding_row = max_rows
@@ -87,12 +87,12 @@ class Rows:
         ]
         self._is_paged = tuple(groups)
         self._arange_R1 = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
-        self._texts: dict[int, Int32s] = {}  # host: what each row must prefill
+        self._prefill_ids: dict[int, Int32s] = {}  # host: what each row must prefill
 
     def apply(self, plan: StepPlan) -> None:
         """Rows that join and blocks that rows gain."""
         for join in plan.joins:
-            self._texts[join.row] = join.token_ids
+            self._prefill_ids[join.row] = join.token_ids
         growth = plan.growth
         for group, table_RM in enumerate(self.block_tables):
             own = growth.groups == group
@@ -131,7 +131,7 @@ class Rows:
         return np.concatenate(self._host_arrays(plan, num_entries, num_tokens))
 
     def chunk_batch(self, packed: Tensor, num_entries: int, max_kv_len: int) -> ForwardBatch:
-        """What `pack_chunks` made, built on the device."""
+        """The packed step of `pack_chunks`, built on the device."""
         num_tokens = packed_tokens(packed.shape[0], num_entries)
         tensors = packed.split([num_entries] * 3 + [num_entries + 1] + [num_tokens] * 3)
         return self._batch(tensors, num_decodes=0, max_query_len=num_tokens, max_kv_len=max_kv_len)
@@ -147,8 +147,8 @@ class Rows:
         ids = np.zeros(num_tokens, np.int32)
         for i in range(plan.num_decodes, plan.num_entries):
             start = plan.starts[i]
-            text = self._texts[int(plan.rows[i])]
-            ids[query_starts[i] : query_starts[i + 1]] = text[start : start + counts[i]]
+            token_ids = self._prefill_ids[int(plan.rows[i])]
+            ids[query_starts[i] : query_starts[i + 1]] = token_ids[start : start + counts[i]]
         entries = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         offsets = np.arange(len(entries), dtype=np.int32) - query_starts[entries]
         return [
@@ -170,7 +170,7 @@ class Rows:
         max_kv_len: int,
         cached_lens: tuple[int, ...] = (),
     ) -> ForwardBatch:
-        """From what `_host_arrays` made. Rows are as long as their entries say from here on."""
+        """From the arrays of `_host_arrays`. Rows are as long as their entries say from here on."""
         rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T = tensors
         is_prompt_N = starts_N != FROM_DEVICE
         rows = rows_N.long()
@@ -261,6 +261,6 @@ class Rows:
         """The sampled tokens are what these rows feed next."""
         self.last_tokens_R.index_copy_(0, rows_L, token_ids_L)
 
-    def text(self, row: int) -> Int32s:
+    def prefill_ids(self, row: int) -> Int32s:
         """What the row must prefill, on the host."""
-        return self._texts[row]
+        return self._prefill_ids[row]

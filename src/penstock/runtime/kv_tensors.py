@@ -21,7 +21,7 @@ class KVTensors:
         num_blocks: Sequence[int],
         block_size: int,
         device: torch.device,
-        host_bytes: int = 0,
+        num_host_blocks: int = 0,
     ) -> None:
         self._groups: list[list[Tensor]] = []  # the planes of each group, [L, B, ...]
         for number, (group, num) in enumerate(zip(groups, num_blocks, strict=True)):
@@ -33,7 +33,7 @@ class KVTensors:
                 layer.group = number
                 layer.bind_cache(*(plane_LB[at] for plane_LB in planes))
             self._groups.append(planes)
-        self._host = [HostBlocks(planes, host_bytes) for planes in self._groups]
+        self._host = [HostBlocks(planes, num_host_blocks) for planes in self._groups]
 
     def apply(self, ops: Iterable[CacheOp]) -> None:
         """Run a plan's cache operations, in order; the host waits for none of them, but for host
@@ -44,10 +44,10 @@ class KVTensors:
                 case Move.WITHIN:
                     for plane_LB in planes:
                         plane_LB[:, op.dst].copy_(plane_LB[:, op.src])
-                case Move.OUT:
+                case Move.SWAP_OUT:
                     for plane_LB, host_L in zip(planes, self._host[op.group][op.dst], strict=True):
                         host_L.copy_(plane_LB[:, op.src], non_blocking=True)
-                case Move.IN:
+                case Move.SWAP_IN:
                     for plane_LB, host_L in zip(planes, self._host[op.group][op.src], strict=True):
                         plane_LB[:, op.dst].copy_(host_L, non_blocking=True)
 

@@ -1,15 +1,26 @@
-"""The byte plan of one rank: weights, activations, graphs, and what is left for the cache."""
+"""The byte plan of one rank: weights, activations, graphs, and what is left for the cache.
+
+On a GPU the activations are measured; on a CPU, where the largest step takes seconds, they follow
+from the sizes of the model and of the step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config.run import RunConfig
-from penstock.core.kv.groups import StateGroup
 from penstock.errors import ConfigError
 from penstock.runtime.cache_groups import LayerGroup
-from penstock.types.cache_spec import RESERVED_BLOCKS, CacheSize
+from penstock.types.cache_spec import (
+    DTYPE_BYTES,
+    RESERVED_BLOCKS,
+    CacheSize,
+    state_blocks_needed,
+)
+from penstock.types.model_spec import ModelSpec
 
 _GIB = 2**30
+_SCORED_AT_ONCE = 256  # positions whose prompt log-probabilities are computed together
+_LIBRARY_BYTES = 32 * 2**20  # what native ops, torch and the C library keep, whatever the step
 _GRAPH_BASE_BYTES = 400 * 2**20  # workspaces and graph nodes; what was taken is logged
 
 
@@ -17,6 +28,7 @@ _GRAPH_BASE_BYTES = 400 * 2**20  # workspaces and graph nodes; what was taken is
 class MemoryPlan:
     weights: int
     activations: int  # peak of a step of max_num_tokens
+    process: int = 0  # on a CPU: what the process had before there was a model
     graphs: int  # reserved for CUDA graphs
     blocks: tuple[int, ...]  # one cache block of each group, all its layers
     size: CacheSize  # as far as this rank can tell
@@ -34,6 +46,8 @@ class MemoryPlan:
             "kv_cache_bytes": self.cache_bytes(size),
             "kv_block_bytes": self.blocks[0],
         }
+        if self.process:
+            planned["process_bytes"] = self.process
         if self.states is not None:
             state = self.blocks[self.states]
             planned["states_bytes"] = size.num_blocks[self.states] * state
@@ -44,9 +58,9 @@ class MemoryPlan:
         """How many states there is room for, and what for."""
         assert self.states is not None
         num_slots = size.num_blocks[self.states]
-        num_copies = num_slots - StateGroup.blocks_needed(size.max_rows)
-        reason = f"{size.max_rows} sequences, {num_copies} copies for prefix reuse, one for padding"
-        return str(num_slots), reason
+        num_snapshots = num_slots - state_blocks_needed(size.max_rows)
+        snapshots = f"{num_snapshots} snapshots for prefix reuse"
+        return str(num_slots), f"{size.max_rows} sequences, {snapshots}, one for padding"
 
 
 def make_plan(
@@ -56,6 +70,7 @@ def make_plan(
     activations: int,
     free: int,
     groups: Sequence[LayerGroup],
+    process: int = 0,
 ) -> MemoryPlan:
     """`free` bytes are left on the device beside the weights, activations not yet taken off."""
     blocks = tuple(group.block_bytes(config.tokens_per_block) for group in groups)
@@ -63,10 +78,10 @@ def make_plan(
     asked = None
     if config.kv_max_tokens is not None:
         asked = -(-config.kv_max_tokens // config.tokens_per_block) + RESERVED_BLOCKS
-    graphs = 0
+    graphs, left = 0, max(0, free - activations)
     if config.device == "cpu":
-        for_states = config.state_cpu_bytes
-        budget = config.kv_cpu_bytes + for_states
+        for_states = min(config.state_cpu_bytes, left // 2)
+        budget = min(config.kv_cpu_bytes + for_states, left)
     else:
         if config.graph_batch_sizes:
             largest = max(config.graph_batch_sizes[-1], *config.graph_token_sizes, 0)
@@ -83,8 +98,17 @@ def make_plan(
     )
     taken = sum(num * block for num, block in zip(further, blocks[1:], strict=True))
     num_blocks = max(0, budget - taken) // blocks[0]
-    if asked is not None:
-        num_blocks = min(num_blocks, asked) if config.device != "cpu" else asked
+    if asked is not None and config.device == "cpu":
+        if asked * blocks[0] + taken > left:
+            raise ConfigError(
+                f"kv_cache_config.max_tokens is {config.kv_max_tokens}, which takes "
+                f"{asked * blocks[0] / _GIB:.2f} GiB of cache; of {free / _GIB:.2f} GiB free after "
+                f"weights, {activations / _GIB:.2f} GiB are needed for activations; lower it, or "
+                "max_num_tokens"
+            )
+        num_blocks = asked  # windows and states come on top
+    elif asked is not None:
+        num_blocks = min(num_blocks, asked)
     if num_blocks < RESERVED_BLOCKS + 1 or max_rows < 1:
         raise ConfigError(
             f"no memory for the KV cache: {free / _GIB:.2f} GiB free after weights, "
@@ -97,22 +121,62 @@ def make_plan(
         activations=activations,
         graphs=graphs,
         blocks=blocks,
-        size=CacheSize(num_blocks=(num_blocks, *further), max_rows=max_rows),
+        size=CacheSize(
+            num_blocks=(num_blocks, *further),
+            max_rows=max_rows,
+            num_host_blocks=_num_host_blocks(config, blocks),
+        ),
         states=states,
+        process=process,
     )
 
 
-def _states(config: RunConfig, budget: int, for_states: int, state: int) -> tuple[int, int]:
-    """(sequences whose state fits, blocks of them and of copies) where a state takes so many bytes.
+def _num_host_blocks(config: RunConfig, blocks: tuple[int, ...]) -> int:
+    """Windows and states are not swapped out: only a cache of one group has host blocks."""
+    return config.host_cache_bytes // blocks[0] if len(blocks) == 1 else 0
 
-    Copies have a share of the whole `budget`, but no more than half of what states may take.
+
+def cpu_activations(config: RunConfig, spec: ModelSpec) -> int:
+    """About the peak of the largest step on a CPU: what lies beside the residual stream where that
+    is most, in attention, in an MLP, or where logits become tokens."""
+    size = DTYPE_BYTES[config.dtype]
+    tokens, longest = config.max_num_tokens, config.max_seq_len
+    queries = min(tokens, longest)
+    head_size, value_size = spec.head_size, spec.head_size
+    if spec.latent is not None:
+        head_size, value_size = (
+            spec.latent.nope_size + spec.latent.rope_size,
+            spec.latent.value_size,
+        )
+    per_token = spec.num_heads * (head_size + value_size) + spec.num_kv_heads * 2 * head_size
+    keys = 2 * spec.num_kv_heads * longest * head_size
+    attention = size * (tokens * per_token + keys) + queries * longest * (1 + 4)  # masks
+    inner = 3 * spec.intermediate_size
+    if spec.moe is not None:
+        routed = spec.moe.num_active * (3 * spec.moe.intermediate_size + spec.hidden_size)
+        inner = max(inner, routed + 3 * spec.moe.shared_intermediate_size)
+    mlp = size * tokens * inner
+    # Of each logit: itself, an edited copy, both once more while the largest are looked for, sorted
+    # values with their places; of scored prompts the same in fewer steps.
+    rows = config.max_batch_size
+    logits = spec.vocab_size * max(rows * (size + 32), _SCORED_AT_ONCE * (size + 16))
+    seen = rows * spec.vocab_size * 5  # tokens that penalties count
+    stream = 4 * size * tokens * spec.hidden_size
+    peak = (stream + max(attention, mlp, logits)) // config.tp_size + seen
+    return peak + peak // 8 + _LIBRARY_BYTES  # an eighth lies between what is in use
+
+
+def _states(config: RunConfig, budget: int, for_states: int, state: int) -> tuple[int, int]:
+    """(sequences whose state fits, blocks of them and of snapshots), a state having `state` bytes.
+
+    Snapshots have a share of the whole `budget`, but no more than half of what states may take.
     """
     num_fit = for_states // state - RESERVED_BLOCKS
-    num_copies = 0
+    num_snapshots = 0
     if config.block_reuse:
-        num_copies = min(int(config.state_copy_share * budget) // state, num_fit // 2)
-    max_rows = min(config.max_batch_size, num_fit - num_copies)
-    return max_rows, StateGroup.blocks_needed(max_rows) + num_copies
+        num_snapshots = min(int(config.state_snapshot_share * budget) // state, num_fit // 2)
+    max_rows = min(config.max_batch_size, num_fit - num_snapshots)
+    return max_rows, state_blocks_needed(max_rows) + num_snapshots
 
 
 def fitted(config: RunConfig, size: CacheSize) -> RunConfig:

@@ -3,7 +3,8 @@
 Everything is enqueued; the first to wait for the device is the handle's `wait`.
 """
 
-# T tokens in the step, N entries, L logit rows, D hidden size, V vocabulary
+# T tokens in the step, N entries, L logit rows, D hidden size, V vocabulary, 2 a token and whether
+# it is one
 
 from dataclasses import dataclass
 
@@ -15,13 +16,13 @@ from penstock.kernels.transfer import start_copy_to_host, to_device
 from penstock.layers.decoder import Decoder
 from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
-from penstock.runtime.batch import Rows, StepInputs
+from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.graphs import CHUNK_ENTRIES, ChunkGraphs, DecodeGraphs, GraphStep, Outputs
+from penstock.runtime.input_batch import Rows, StepInputs
 from penstock.runtime.kv_tensors import KVTensors
-from penstock.runtime.prompt_scores import PromptScorer, PromptScores
-from penstock.runtime.tapes import DecodeTapes
+from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
 from penstock.sampling.logprobs import SampledLogprobs
-from penstock.sampling.sampler import Sampler
+from penstock.sampling.sampler import NOT_FINITE, Sampler
 from penstock.types.step import Int32s, LateInputs, StepPlan, StepResult
 
 
@@ -41,16 +42,16 @@ class DeviceStep:
     def __init__(
         self,
         plan: StepPlan,
-        token_ids_L: Tensor,
+        drawn_2L: Tensor,
         logprobs: SampledLogprobs | None,
         scores: PromptScores | None,
     ) -> None:
         self._plan = plan
         self._logprobs = logprobs.start_copy() if logprobs else None
         self._scores = scores
-        self._token_ids_L = start_copy_to_host(token_ids_L)
+        self._drawn_2L = start_copy_to_host(drawn_2L)
         self._event: torch.cuda.Event | None = None
-        if token_ids_L.is_cuda:
+        if drawn_2L.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -59,14 +60,17 @@ class DeviceStep:
             self._event.synchronize()
         sampling = np.flatnonzero(self._plan.num_logit_rows)
         token_ids = np.zeros((self._plan.num_entries, 1), np.int32)
-        token_ids[sampling, 0] = self._token_ids_L.numpy()
+        token_ids[sampling, 0], is_token = self._drawn_2L.numpy()
         logprobs = self._logprobs.rows() if self._logprobs else {}
+        scores = self._scores.rows() if self._scores else {}
+        failed = [*sampling[is_token == 0].tolist(), *(i for i in scores if scores[i].has_nan)]
         return StepResult(
             step_id=self._plan.step_id,
             token_ids=token_ids,
             num_accepted=np.minimum(self._plan.num_logit_rows, 1),
             logprobs={int(sampling[at]): rows for at, rows in logprobs.items()},
-            prompt_logprobs=self._scores.rows() if self._scores else {},
+            prompt_logprobs=scores,
+            failures=dict.fromkeys(failed, NOT_FINITE),
         )
 
 
@@ -87,15 +91,17 @@ class ModelRunner:
         self._mesh = mesh
         self._graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
-        self._tapes: DecodeTapes | None = None
+        self._cpu_graphs: DecodeCpuGraphs | None = None
         self._forwarded: dict[int, _Forwarded] = {}
 
     def use_graphs(self, graphs: DecodeGraphs, chunk_graphs: ChunkGraphs | None) -> None:
         self._graphs = graphs
         self._chunk_graphs = chunk_graphs
 
-    def use_tapes(self, max_kv_len: int) -> None:
-        self._tapes = DecodeTapes(lambda batch: self._model.logits(self._model(batch)), max_kv_len)
+    def use_cpu_graphs(self, max_kv_len: int) -> None:
+        self._cpu_graphs = DecodeCpuGraphs(
+            lambda batch: self._model.logits(self._model(batch)), max_kv_len
+        )
 
     @property
     def num_graph_replays(self) -> int:
@@ -137,7 +143,7 @@ class ModelRunner:
 
     def _decode(self, plan: StepPlan) -> _Forwarded:
         inputs = self._rows.build_decode(plan.rows, int(plan.max_kv_lens.max()))
-        logits_LV = self._tapes.logits(inputs.batch) if self._tapes is not None else None
+        logits_LV = self._cpu_graphs.logits(inputs.batch) if self._cpu_graphs is not None else None
         if logits_LV is None:
             return self._run(plan, inputs)
         return _Forwarded(plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, None)
@@ -154,16 +160,16 @@ class ModelRunner:
     def sample(self, step_id: int, late: LateInputs) -> DeviceStep:
         """Choose the step's tokens; they feed the next step without passing through the host."""
         step = self._forwarded.pop(step_id)
-        token_ids_L, logprobs = torch.zeros_like(step.rows_L), None
+        drawn_2L, logprobs = step.rows_L.new_zeros(2, len(step.rows_L)), None
         if len(step.rows):
             if self._mesh.is_sampling_rank:
                 sampled = self._sampler.sample(
                     step.logits_LV, step.rows, step.rows_L, step.kv_lens_L
                 )
-                token_ids_L, logprobs = sampled.token_ids_L, sampled.logprobs
-            token_ids_L = broadcast(token_ids_L, self._mesh.role("vocab"))
+                drawn_2L, logprobs = sampled.drawn_2L, sampled.logprobs
+            token_ids_L = broadcast(drawn_2L[0], self._mesh.role("vocab"))
             self._rows.accept(step.rows_L, token_ids_L)
-        return DeviceStep(step.plan, token_ids_L, logprobs, step.scores)
+        return DeviceStep(step.plan, drawn_2L, logprobs, step.scores)
 
     def chunk_step(self, max_kv_len: int) -> GraphStep:
         """A step of prompt chunks: everything from packed numbers to logits of all entries."""

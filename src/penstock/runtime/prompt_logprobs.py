@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from penstock.runtime.batch import Rows, all_to_device
+from penstock.runtime.input_batch import Rows, all_to_device
 from penstock.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from penstock.types.step import LogprobRows, RowJoin, StepPlan
 
@@ -57,7 +57,7 @@ class PromptScorer:
             top_k, num_prompt = self._asked[row]
             count = max(0, min(int(plan.num_tokens[i]), num_prompt - 1 - start))
             positions.append(np.arange(first_tokens[i], first_tokens[i] + count, dtype=np.int32))
-            targets.append(self._rows.text(row)[start + 1 : start + 1 + count])
+            targets.append(self._rows.prefill_ids(row)[start + 1 : start + 1 + count])
             stretches[i] = (num_scored, num_scored + count, top_k)
             num_scored += count
         if not num_scored:

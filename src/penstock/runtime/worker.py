@@ -1,4 +1,4 @@
-"""A rank other than 0: loads its share, then runs every plan it is sent, in order.
+"""A rank other than 0: loads its shard, then runs every plan it is sent, in order.
 
 Started by rank 0 as `python -m penstock.runtime.worker`; the same messages will carry plans to
 ranks on other machines.
@@ -18,8 +18,10 @@ from penstock.ipc.messages import Forward, RankCache, RankFailed, RankReady, Sam
 from penstock.ipc.process import on_parent_exit, read_task
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.runtime.build import Timeline, finish_rank, load_rank, rank_device
 from penstock.runtime.memory import fitted
+from penstock.runtime.model_loader import rank_device
+from penstock.runtime.rank import finish_rank, load_rank
+from penstock.runtime.timeline import Timeline
 
 
 class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,10 @@
-"""The steps between the model's logits and the draw, in their order.
+"""Logits processors and sampling filters, between the model's logits and the draw, in their order.
 
-First stages that edit logits (in place, fp32): logit bias, min_tokens, penalties. Then one that
-only bounds the draw: top-k, top-p and min-p become the smallest logit a row may draw. Temperature
-belongs to the draw. A stage runs when one row of the step needs it and is neutral to the others.
+Processors change logits (in place, fp32): logit bias, min_tokens, penalties. Filters only bound the
+draw: top-k, top-p and min-p become one threshold, the smallest logit a row may draw. Temperature
+belongs to the draw. Each runs when one row of the step asks for it and is neutral to the others.
 
-Legend: L rows of logits, V vocabulary, W values of a sparse row, P rows that need a cutoff.
+Legend: L rows of logits, V vocabulary, W values of a sparse row, P rows with a filter.
 """
 
 import numpy as np
@@ -12,32 +12,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.sampling import apply_penalties, sampling_cutoffs
+from penstock.kernels.sampling import apply_penalties, filter_thresholds
 from penstock.kernels.transfer import to_device
 from penstock.sampling.state import (
-    CUTOFFS,
-    Needs,
+    FILTERS,
     RowParams,
+    SamplingFlags,
     SamplingState,
     SparseRows,
 )
 
 
-def edit(
+def process(
     logits_LV: Tensor,
     rows_L: Tensor,
     indices_L: Tensor,
     params: RowParams,
-    needs: Needs,
+    flags: SamplingFlags,
     state: SamplingState,
 ) -> Tensor:
     """A new fp32 tensor: the logits after bias, min_tokens and penalties."""
     logits_LV = logits_LV.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    if needs & Needs.BIAS:
+    if flags & SamplingFlags.BIAS:
         _add(logits_LV, rows_L, state.biases)
-    if needs & Needs.MIN_TOKENS:
+    if flags & SamplingFlags.MIN_TOKENS:
         _add(logits_LV, rows_L, state.stops, where_L=indices_L < params("min_length"))
-    if needs & Needs.PENALTIES:
+    if flags & SamplingFlags.PENALTIES:
         apply_penalties(
             logits_LV,
             params("slot"),
@@ -60,16 +60,16 @@ def _add(
     logits_LV.scatter_add_(1, sparse.ids_RW.index_select(0, rows_L), values_LW)
 
 
-def cutoffs(
+def thresholds(
     logits_LV: Tensor, rows: NDArray[np.int32], params: RowParams, state: SamplingState
 ) -> Tensor:
     """The smallest logit each row may draw; -inf for rows that did not ask."""
-    positions = state.positions(rows, CUTOFFS)
+    positions = state.positions(rows, FILTERS)
     is_for_all = len(positions) == len(rows)
     if not is_for_all:
         positions_P = to_device(positions, state.device)
         logits_LV, params = logits_LV.index_select(0, positions_P), params.select(positions_P)
-    cutoffs_P = sampling_cutoffs(
+    thresholds_P = filter_thresholds(
         logits_LV,
         params("temperature"),
         params("top_k"),
@@ -78,13 +78,13 @@ def cutoffs(
         _num_candidates(rows[positions], state, logits_LV.shape[1]),
     )
     if is_for_all:
-        return cutoffs_P
-    cutoffs_L = torch.full((len(rows),), -torch.inf, device=state.device)
-    return cutoffs_L.index_copy_(0, positions_P, cutoffs_P)
+        return thresholds_P
+    thresholds_L = torch.full((len(rows),), -torch.inf, device=state.device)
+    return thresholds_L.index_copy_(0, positions_P, thresholds_P)
 
 
 def _num_candidates(rows: NDArray[np.int32], state: SamplingState, vocab_size: int) -> int:
-    top_k_P = state.top_k_R[rows[state.positions(rows, Needs.TOP)]]
+    top_k_P = state.top_k_R[rows[state.positions(rows, SamplingFlags.TOP)]]
     if (top_k_P == 0).any():
         return vocab_size
     return int(top_k_P.max(initial=1))

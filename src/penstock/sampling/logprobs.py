@@ -74,15 +74,15 @@ def token_logprobs(logits_JV: Tensor, token_ids_J: Tensor, top_k: int) -> TokenL
     # Taken off first, so that a token that is all but certain keeps the digits of its small
     # logprob.
     logits_JV = logits_JV - logits_JV.amax(-1, keepdim=True)
-    normaliser_J1 = logits_JV.logsumexp(-1, keepdim=True)
+    normalizer_J1 = logits_JV.logsumexp(-1, keepdim=True)
     chosen_J1 = logits_JV.gather(-1, token_ids_J[:, None])
     top_JK, top_ids_JK = logits_JV.topk(min(top_k, logits_JV.shape[-1]))
     return TokenLogprobs(
         token_ids_J=token_ids_J,
-        logprobs_J=(chosen_J1 - normaliser_J1)[:, 0],
+        logprobs_J=(chosen_J1 - normalizer_J1)[:, 0],
         ranks_J=(logits_JV > chosen_J1).sum(-1) + 1,
         top_ids_JK=top_ids_JK,
-        top_logprobs_JK=top_JK - normaliser_J1,
+        top_logprobs_JK=top_JK - normalizer_J1,
     )
 
 

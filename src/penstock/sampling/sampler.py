@@ -1,6 +1,7 @@
 """Logits -> tokens, one per row, each row by its own parameters. Nothing here waits for the device.
 
-Legend: L rows of logits, V vocabulary, P rows that want log-probabilities.
+Legend: L rows of logits, V vocabulary, P rows that want log-probabilities, 2 a token and whether
+its logits were finite.
 """
 
 from collections.abc import Sequence
@@ -13,16 +14,26 @@ from torch import Tensor
 
 from penstock.kernels.sampling import argmax, gumbel_argmax
 from penstock.kernels.transfer import to_device
-from penstock.sampling import stages
+from penstock.sampling import logits_processors
 from penstock.sampling.logprobs import SampledLogprobs, token_logprobs
-from penstock.sampling.state import CUTOFFS, EDITS, Needs, SamplingState
+from penstock.sampling.state import FILTERS, PROCESSORS, SamplingFlags, SamplingState
 from penstock.types.step import RowJoin
+
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers "
+    "leave the range of the dtype it runs in; fetch the checkpoint again, or set dtype to bfloat16 "
+    "or float32"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    token_ids_L: Tensor  # int64
+    drawn_2L: Tensor  # int64, as the ops give it; a row whose second is 0 has no token
     logprobs: SampledLogprobs | None = None
+
+    @property
+    def token_ids_L(self) -> Tensor:
+        return self.drawn_2L[0]
 
 
 class Sampler:
@@ -43,14 +54,14 @@ class Sampler:
         `rows` (host) and `rows_L` (device) are the same row numbers. `kv_lens_L` is the length of
         each sequence before the new token, so the new token's index.
         """
-        needs = self._state.needs(rows)
-        if needs & (EDITS | Needs.RANDOM):
-            token_ids_L = self._choose(logits_LV, rows, rows_L, kv_lens_L, needs)
+        flags = self._state.flags(rows)
+        if flags & (PROCESSORS | SamplingFlags.RANDOM):
+            drawn_2L = self._choose(logits_LV, rows, rows_L, kv_lens_L, flags)
         else:
-            token_ids_L = argmax(logits_LV)
-        if needs & Needs.LOGPROBS:
-            return Sampled(token_ids_L, self._logprobs(logits_LV, token_ids_L, rows))
-        return Sampled(token_ids_L)
+            drawn_2L = argmax(logits_LV)
+        if flags & SamplingFlags.LOGPROBS:
+            return Sampled(drawn_2L, self._logprobs(logits_LV, drawn_2L[0], rows))
+        return Sampled(drawn_2L)
 
     def _choose(
         self,
@@ -58,27 +69,33 @@ class Sampler:
         rows: NDArray[np.int32],
         rows_L: Tensor,
         indices_L: Tensor,
-        needs: Needs,
+        flags: SamplingFlags,
     ) -> Tensor:
         state = self._state
         params = state.params(rows_L)
-        if needs & EDITS:
-            logits_LV = stages.edit(logits_LV, rows_L, indices_L, params, needs, state)
-        if needs & Needs.RANDOM:
-            cutoffs_L = stages.cutoffs(logits_LV, rows, params, state) if needs & CUTOFFS else None
-            token_ids_L = gumbel_argmax(
-                logits_LV, params("temperature"), params("seed"), indices_L, cutoffs_L
+        if flags & PROCESSORS:
+            logits_LV = logits_processors.process(
+                logits_LV, rows_L, indices_L, params, flags, state
+            )
+        if flags & SamplingFlags.RANDOM:
+            thresholds_L = (
+                logits_processors.thresholds(logits_LV, rows, params, state)
+                if flags & FILTERS
+                else None
+            )
+            drawn_2L = gumbel_argmax(
+                logits_LV, params("temperature"), params("seed"), indices_L, thresholds_L
             )
         else:
-            token_ids_L = argmax(logits_LV)
-        if needs & Needs.PENALTIES:
-            state.seen.advance(params("slot"), token_ids_L)
-        return token_ids_L
+            drawn_2L = argmax(logits_LV)
+        if flags & SamplingFlags.PENALTIES:
+            state.seen.advance(params("slot"), drawn_2L[0])
+        return drawn_2L
 
     def _logprobs(
         self, logits_LV: Tensor, token_ids_L: Tensor, rows: NDArray[np.int32]
     ) -> SampledLogprobs:
-        positions = self._state.positions(rows, Needs.LOGPROBS)
+        positions = self._state.positions(rows, SamplingFlags.LOGPROBS)
         if len(positions) < len(rows):
             positions_P = to_device(positions, self._state.device)
             logits_LV, token_ids_L = logits_LV[positions_P], token_ids_L[positions_P]

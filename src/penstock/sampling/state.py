@@ -1,8 +1,8 @@
 """What each device row remembers for sampling: its parameters, its biased tokens, what it has seen.
 
 Parameters lie in one device table, written by joins and gathered by rows. The host keeps only what
-decides which stages a step needs, so no step ever reads the device. The last row is padding:
-neutral and greedy.
+decides which processors and filters a step runs, so no step ever reads the device. The last row is
+padding: neutral and greedy.
 
 Legend: J joining rows, R device rows, C table columns, S penalty slots, V vocabulary, W bias width,
 L rows of a step.
@@ -21,8 +21,8 @@ from penstock.types.sampling import SamplingParams
 from penstock.types.step import RowJoin
 
 
-class Needs(IntFlag):
-    """What a row asks beyond the argmax."""
+class SamplingFlags(IntFlag):
+    """What a row asks for beyond the argmax: its logits processors, sampling filters, logprobs."""
 
     RANDOM = 1
     TOP = 2  # top-k or top-p
@@ -33,8 +33,8 @@ class Needs(IntFlag):
     LOGPROBS = 64
 
 
-EDITS = Needs.BIAS | Needs.MIN_TOKENS | Needs.PENALTIES
-CUTOFFS = Needs.TOP | Needs.MIN_P
+PROCESSORS = SamplingFlags.BIAS | SamplingFlags.MIN_TOKENS | SamplingFlags.PENALTIES
+FILTERS = SamplingFlags.TOP | SamplingFlags.MIN_P
 
 # One row of the table. The host fills records, the device sees int32 columns and reinterprets them.
 _RECORD = np.dtype(
@@ -104,7 +104,7 @@ class SparseRows:
 
 
 class SeenTokens:
-    """Which tokens a penalised row has seen. Only such rows take a slot; freed ones are reused.
+    """Which tokens a penalized row has seen. Only such rows take a slot; freed ones are reused.
 
     Slot 0 belongs to all other rows: their tokens are counted there, and nobody looks.
     """
@@ -121,20 +121,20 @@ class SeenTokens:
         for join in joins:
             if not join.sampling.has_penalties and join.row in self._slots:
                 self._free.append(self._slots.pop(join.row))
-        penalised = [join for join in joins if join.sampling.has_penalties]
-        for join in penalised:
+        penalized = [join for join in joins if join.sampling.has_penalties]
+        for join in penalized:
             if join.row not in self._slots:
                 if not self._free:
                     self._grow()
                 self._slots[join.row] = self._free.pop()
-        return {join.row: self._slots[join.row] for join in penalised}
+        return {join.row: self._slots[join.row] for join in penalized}
 
     def reset(self, joins: Sequence[RowJoin], slots: dict[int, int]) -> None:
         """Fill the slots of joining rows from their prompt and what they had generated before."""
-        device, penalised = self.in_prompt_SV.device, [j for j in joins if j.row in slots]
-        slots_J = np.array([slots[join.row] for join in penalised], np.int64)
-        prompts = [join.token_ids[: join.num_prompt] for join in penalised]
-        outputs = [join.token_ids[join.num_prompt :] for join in penalised]
+        device, penalized = self.in_prompt_SV.device, [j for j in joins if j.row in slots]
+        slots_J = np.array([slots[join.row] for join in penalized], np.int64)
+        prompts = [join.token_ids[: join.num_prompt] for join in penalized]
+        outputs = [join.token_ids[join.num_prompt :] for join in penalized]
         num_prompt = sum(map(len, prompts))
         places = [
             slot * self._vocab_size + ids.astype(np.int64)
@@ -203,13 +203,13 @@ class SamplingState:
             record["min_length"] = min(join.num_prompt + sampling.min_tokens, _MAX_INT32)
             record["slot"] = slots.get(join.row, 0)
             bias = self._in_vocabulary(sampling.logit_bias)
-            if bias or self.flags_R[join.row] & Needs.BIAS:
+            if bias or self.flags_R[join.row] & SamplingFlags.BIAS:
                 biases[join.row] = bias
             if sampling.min_tokens and join.stop_ids:
                 stops[join.row] = self._in_vocabulary(dict.fromkeys(join.stop_ids, -np.inf))
             self.top_k_R[join.row] = record["top_k"]
             self.num_logprobs_R[join.row] = sampling.logprobs or 0
-            self.flags_R[join.row] = _needs(sampling, bool(bias), bool(stops.get(join.row)))
+            self.flags_R[join.row] = _flags(sampling, bool(bias), bool(stops.get(join.row)))
         values_JC = to_device(_as_columns(records).numpy(), self.device)
         self._table_RC.index_copy_(0, values_JC.view(torch.int64)[:, 0], values_JC)
         if biases:
@@ -222,13 +222,13 @@ class SamplingState:
     def params(self, rows_L: Tensor) -> RowParams:
         return RowParams(self._table_RC.index_select(0, rows_L))
 
-    def needs(self, rows: NDArray[np.int32]) -> Needs:
+    def flags(self, rows: NDArray[np.int32]) -> SamplingFlags:
         """What at least one of the rows asks."""
-        return Needs(int(np.bitwise_or.reduce(self.flags_R[rows], initial=0)))
+        return SamplingFlags(int(np.bitwise_or.reduce(self.flags_R[rows], initial=0)))
 
-    def positions(self, rows: NDArray[np.int32], need: Needs) -> NDArray[np.int64]:
+    def positions(self, rows: NDArray[np.int32], flags: SamplingFlags) -> NDArray[np.int64]:
         """Which of the step's rows ask for it."""
-        return np.flatnonzero(self.flags_R[rows] & int(need))
+        return np.flatnonzero(self.flags_R[rows] & int(flags))
 
     def _in_vocabulary(self, values: Mapping[int, float]) -> dict[int, float]:
         """A device that is asked for a token it does not have dies, so such ids end here."""
@@ -257,23 +257,23 @@ def _fill(record: np.void, row: int, seed: int, sampling: SamplingParams, vocab_
     record["frequency"] = sampling.frequency_penalty
 
 
-def _needs(sampling: SamplingParams, has_bias: bool, has_stops: bool) -> Needs:
-    needs = Needs(0)
+def _flags(sampling: SamplingParams, has_bias: bool, has_stops: bool) -> SamplingFlags:
+    flags = SamplingFlags(0)
     if not sampling.is_greedy:
-        needs |= Needs.RANDOM
+        flags |= SamplingFlags.RANDOM
         if sampling.top_k > 0 or sampling.top_p < 1.0:
-            needs |= Needs.TOP
+            flags |= SamplingFlags.TOP
         if sampling.min_p > 0.0:
-            needs |= Needs.MIN_P
+            flags |= SamplingFlags.MIN_P
     if has_bias:
-        needs |= Needs.BIAS
+        flags |= SamplingFlags.BIAS
     if has_stops:
-        needs |= Needs.MIN_TOKENS
+        flags |= SamplingFlags.MIN_TOKENS
     if sampling.has_penalties:
-        needs |= Needs.PENALTIES
+        flags |= SamplingFlags.PENALTIES
     if sampling.logprobs is not None:
-        needs |= Needs.LOGPROBS
-    return needs
+        flags |= SamplingFlags.LOGPROBS
+    return flags
 
 
 def _as_columns(records: NDArray[np.void]) -> Tensor:

@@ -1,6 +1,6 @@
-"""A further front end: `python -m penstock.server.frontend_process`, started by `frontends`.
+"""A further API server: `python -m penstock.server.api_server_process`, started by `api_servers`.
 
-Joins an engine that the first front end has started and accepts from the same socket. Leaves when
+Joins an engine that the first API server has started and accepts from the same socket. Leaves when
 its parent closes its stdin; its exit code says whether to start it again.
 """
 
@@ -12,51 +12,75 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 import uvloop
+from starlette.applications import Starlette
 
 from penstock import log
 from penstock.config.schema import EngineConfig
-from penstock.errors import PenstockError
+from penstock.errors import BackendError, PenstockError
+from penstock.frontend.capacity import Capacity
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.frontend.start import join_engine
 from penstock.ipc.process import on_parent_exit, read_task
+from penstock.server.api_servers import FAILED
 from penstock.server.app import build_app
-from penstock.server.board import Board
-from penstock.server.frontends import FAILED
-from penstock.server.lifespan import POLL_S, Patience, choice_of, uvicorn_config
+from penstock.server.auth import capacity_of
+from penstock.server.drain import Drain
+from penstock.server.http_server import HttpServer
+from penstock.server.lifespan import POLL_S, SHUTTING_DOWN, EngineWatchdog, setting_choice
+from penstock.server.shared_state import SharedState
+from penstock.server.tenants import Access
 
+_LATE_S = 10.0
 _log = log.get(__name__)
 
 
 async def run(task: dict[str, Any]) -> int:
-    config = EngineConfig.model_validate({**task["config"], "api_key": task["api_key"]})
+    config = EngineConfig.model_validate(task["config"])
+    access = Access.from_task(task["access"])
     log.setup(f"http {task['index']}", config.log_level)
-    board = Board(task["board"], task["num_frontends"], task["index"])
+    shared = SharedState(task["shared_state"], task["num_api_servers"], task["index"])
     listener = socket.socket(fileno=task["listener"])
     loop, parent_left = asyncio.get_running_loop(), asyncio.Event()
     on_parent_exit(partial(_tell, loop, parent_left))
     leaving = asyncio.create_task(parent_left.wait())
-    joining = asyncio.create_task(_join(config, task, board, listener))
+    capacity = capacity_of(access, config, shared.holdings)
+    joining = asyncio.create_task(_join(config, task, capacity, listener))
     await asyncio.wait((joining, leaving), return_when=asyncio.FIRST_COMPLETED)
     if not joining.done():
         return 0
     try:
         pipeline = joining.result()
-    except PenstockError as error:
-        _log.debug("%s", error)  # the first front end was told the same
+    except BackendError as error:
+        _log.debug("%s", error)  # the engine has told the first API server the same
         return FAILED
-    choice = choice_of(task["num_frontends"], task["reason"])
-    app = build_app(pipeline, config, board, [choice])
-    server = uvicorn.Server(uvicorn_config(app, lifespan="off", log_level="warning"))
+    except Exception as error:
+        bug = None if isinstance(error, PenstockError) else error
+        _log.error("API server %d cannot start: %s", task["index"], error, exc_info=bug)
+        return FAILED
+    drain = Drain()
+    choice = setting_choice(task["num_api_servers"], task["reason"])
+    app = build_app(pipeline, config, shared, [choice], drain, access)
+    server = _server(app, pipeline, config, drain)
+    app.state.batches.start()
     gc.collect()
     gc.freeze()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    is_well = await _watch(pipeline, board, serving, leaving)
-    server.should_exit = True
+    is_well = await _watch(pipeline, shared, server, serving, leaving)
     await serving
-    await pipeline.client.close()
+    await app.state.batches.aclose()
+    await pipeline.aclose()
     return 0 if is_well else FAILED
+
+
+def _server(
+    app: Starlette, pipeline: GenerationPipeline, config: EngineConfig, drain: Drain
+) -> HttpServer:
+    # The first API server says when time is over (`SharedState`); else this one ends by itself.
+    timeout_s = config.http_config.shutdown_timeout + _LATE_S
+    server = HttpServer(app, config.http_config, drain, timeout_s=timeout_s)
+    server.end_requests = partial(pipeline.client.end_all, SHUTTING_DOWN)
+    return server
 
 
 def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
@@ -64,13 +88,11 @@ def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 
 
 async def _join(
-    config: EngineConfig, task: dict[str, Any], board: Board, listener: socket.socket
+    config: EngineConfig, task: dict[str, Any], capacity: Capacity, listener: socket.socket
 ) -> GenerationPipeline:
-    """The first front end begins to listen; whoever listens before it could hide a taken port."""
+    """The first API server begins to listen; whoever listens before it could hide a taken port."""
     folder = None if task["tokenizer_folder"] is None else Path(task["tokenizer_folder"])
-    pipeline = await join_engine(
-        config, folder, task["engine"], task["client_id"], board.open_elsewhere, board.tell_open
-    )
+    pipeline = await join_engine(config, folder, task["engine"], task["client_id"], capacity)
     while not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         await asyncio.sleep(POLL_S / 4)
     return pipeline
@@ -78,19 +100,23 @@ async def _join(
 
 async def _watch(
     pipeline: GenerationPipeline,
-    board: Board,
+    shared: SharedState,
+    server: HttpServer,
     serving: "asyncio.Task[None]",
     leaving: "asyncio.Task[Any]",
 ) -> bool:
-    """Until it is time to leave; False when the engine hangs."""
-    patience = Patience()
-    while not (serving.done() or leaving.done()):
-        await asyncio.wait((serving, leaving), timeout=POLL_S)
-        if board.has_engine_ended:
+    """Until it has left; False when the engine hangs."""
+    watchdog, knows_end = EngineWatchdog(), False
+    while not serving.done():
+        waited_for = (serving,) if leaving.done() else (serving, leaving)
+        await asyncio.wait(waited_for, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            server.leave(at_once=shared.must_end_requests)
+        if shared.has_engine_ended and not knows_end:
+            knows_end = True
             pipeline.client.engine_died(0, "the engine process ended; its log says why")
-            await leaving
-            return True
-        if patience.is_lost(pipeline.client.is_healthy()):
+        elif not knows_end and watchdog.is_hung(pipeline.client.is_healthy()):
+            server.leave(at_once=True)
             return False
     return True
 

@@ -1,4 +1,4 @@
-"""Front ends beside the first: how many, started, started again when one dies, stopped together.
+"""API servers beside the first: how many, started, started again when one dies, stopped together.
 
 All accept from one listening socket, which the first has bound and the others inherit. The kernel
 keeps one queue, so a connection goes to a process that is free to take it, however few there are,
@@ -9,31 +9,30 @@ decide, and a second server on the port would not be noticed.
 import asyncio
 import itertools
 import os
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from penstock import log
 from penstock.config.schema import EngineConfig
-from penstock.frontend.engine import EngineHandle
 from penstock.ipc.channel import ChannelFull, Sender
 from penstock.ipc.messages import ClientLeft
 from penstock.ipc.process import Child
-from penstock.server.board import Board
+from penstock.server.launch_state import LaunchState
+from penstock.server.shared_state import SharedState
 
-MODULE = "penstock.server.frontend_process"
+MODULE = "penstock.server.api_server_process"
 FIRST_CLIENT_ID = 1
-FAILED = 1  # exit code of a front end that would fail again
+FAILED = 1  # exit code of an API server that would fail again
 _RESTART_DELAY_S = 1.0
-_CPUS_PER_FRONTEND = 4
+_CPUS_PER_API_SERVER = 4
 _MOST_BY_DEFAULT = 4  # one writes more events per second than a GPU makes tokens; more cut delays
 _FEW_STREAMS = 32
 _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")  # torch would know better, and take seconds to load
 _log = log.get(__name__)
 
 
-def choose_num_frontends(
+def choose_num_api_servers(
     config: EngineConfig, num_cpus: int | None = None, has_gpu: bool | None = None
 ) -> tuple[int, str]:
     """The number and why; what is not given is looked up on this machine."""
@@ -46,45 +45,45 @@ def choose_num_frontends(
     if config.max_batch_size is not None and config.max_batch_size <= _FEW_STREAMS:
         return 1, f"one keeps up with max_batch_size {config.max_batch_size}"
     num_cpus = num_cpus or os.cpu_count() or 1
-    fitting = max(1, min(_MOST_BY_DEFAULT, num_cpus // _CPUS_PER_FRONTEND))
+    fitting = max(1, min(_MOST_BY_DEFAULT, num_cpus // _CPUS_PER_API_SERVER))
     return (
         fitting,
-        f"one for every {_CPUS_PER_FRONTEND} of {num_cpus} CPUs, {_MOST_BY_DEFAULT} at most",
+        f"one for every {_CPUS_PER_API_SERVER} of {num_cpus} CPUs, {_MOST_BY_DEFAULT} at most",
     )
 
 
-class FurtherFrontEnds:
-    """`on_failure` is called when one ends in a way that starting it again would not mend."""
+class ApiServerProcesses:
+    """Those beside the first. `reason`: why there are so many. `on_failure` is called when one ends
+    in a way that starting it again would not mend.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
-        tokenizer_folder: Path | None,
-        listener: socket.socket,
-        engine: EngineHandle,
-        board: Board,
+        launched: LaunchState,
+        shared: SharedState,
         reason: str,
         on_failure: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._listener = listener
-        self._board = board
+        self._listener = launched.listener
+        self._shared = shared
         self._on_failure = on_failure
-        self._to_engine = Sender(engine.address)
+        self._to_engine = Sender(launched.engine.address)
         self._client_ids = itertools.count(FIRST_CLIENT_ID + 1)
         self._stopping = False
+        folder = launched.tokenizer_folder
         self._task = {
-            "config": config.model_dump(mode="json"),
-            "api_key": config.api_key,  # of which the configuration itself says nothing
-            "tokenizer_folder": None if tokenizer_folder is None else str(tokenizer_folder),
-            "engine": engine.address,
-            "board": board.path,
-            "num_frontends": board.num_frontends,
+            "config": launched.config.model_dump(mode="json"),
+            "access": launched.access.to_task(),  # the configuration itself has no keys
+            "tokenizer_folder": None if folder is None else str(folder),
+            "engine": launched.engine.address,
+            "shared_state": shared.path,
+            "num_api_servers": shared.num_api_servers,
             "reason": reason,
-            "listener": listener.fileno(),
+            "listener": launched.listener.fileno(),
         }
         self._children: dict[int, Child] = {}
-        for index in range(1, board.num_frontends):
+        for index in range(1, shared.num_api_servers):
             self._start(index)
 
     def _start(self, index: int) -> None:
@@ -99,7 +98,7 @@ class FurtherFrontEnds:
         self._children[index] = Child(
             MODULE,
             {**self._task, "index": index, "client_id": client_id},
-            f"front end {index}",
+            f"API server {index}",
             ended,
             pass_fds=(self._listener.fileno(),),
         )
@@ -107,16 +106,21 @@ class FurtherFrontEnds:
     def _ended(self, index: int, client_id: int, code: int) -> None:
         if self._stopping:
             return
-        self._board.forget(index)
+        self._shared.forget(index)
         try:
             self._to_engine.send(ClientLeft(client_id=client_id))
         except ChannelFull as error:  # an engine that hangs is somebody else's to notice
             _log.warning("%s", error)
         if code == FAILED:
+            _log.error("API server %d failed, as its log line says; stopping", index)
             self._on_failure()
             return
-        _log.warning("front end %d is started again", index)
+        _log.warning("API server %d is started again", index)
         self._loop.call_later(_RESTART_DELAY_S, partial(self._start, index))
+
+    @property
+    def are_gone(self) -> bool:
+        return not any(child.alive for child in self._children.values())
 
     def ask_to_leave(self) -> None:
         """All finish what they have; may be called twice."""

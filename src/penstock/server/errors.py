@@ -8,13 +8,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import BackendError, CapacityError, ConfigError, RequestError
+from penstock.errors import (
+    BackendError,
+    CapacityError,
+    ConfigError,
+    RequestError,
+    TokenizerError,
+)
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -22,14 +30,16 @@ _TYPES = {
 _CODES = {
     400: "bad_request",
     401: "invalid_api_key",
+    403: "permission_denied",
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",
+    429: "over_capacity",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class ApiError:
+class ErrorBody:
     """What a client learns of a failure."""
 
     status: int
@@ -38,10 +48,12 @@ class ApiError:
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Read by the openai client (`error`), and flat as TensorRT-LLM's clients expect it."""
         kind = _TYPES.get(self.status, "internal_server_error")
-        said = {"message": self.message, "type": kind, "param": self.param}
+        # Words of a template or a library may hold what is no character.
+        message = self.message.encode("utf8", "replace").decode()
+        said = {"message": message, "type": kind, "param": self.param}
         return {
             "error": {**said, "code": self.code},
             "object": "error",
@@ -50,33 +62,38 @@ class ApiError:
         }
 
 
-def explain(error: Exception) -> ApiError:
+def explain(error: Exception) -> ErrorBody:
     match error:
         case RequestError():
-            return ApiError(400, error.code, error.message, error.param)
+            return ErrorBody(400, error.code, error.message, error.param)
         case ConfigError():
-            return ApiError(400, "not_configured", str(error))
+            return ErrorBody(400, "not_configured", str(error))
         case CapacityError():
             headers = {"retry-after": str(error.retry_after_s)}
-            return ApiError(429, "over_capacity", str(error), headers=headers)
+            return ErrorBody(429, "over_capacity", str(error), headers=headers)
+        case TokenizerError():
+            return ErrorBody(500, "tokenizer_failed", str(error))
         case BackendError():
-            return ApiError(503, "engine_unavailable", str(error))
+            return ErrorBody(503, "engine_unavailable", str(error))
         case HTTPException():
             status, code = error.status_code, _CODES.get(error.status_code, "http_error")
-            return ApiError(status, code, error.detail, headers=dict(error.headers or {}))
+            return ErrorBody(status, code, error.detail, headers=dict(error.headers or {}))
     # uvicorn drops the connection after an exception; say so.
     headers = {"connection": "close"}
     message = "the server failed to answer this request"
-    return ApiError(500, "internal_error", message, headers=headers)
+    return ErrorBody(500, "internal_error", message, headers=headers)
 
 
 def error_response(error: Exception) -> Response:
     said = explain(error)
     return Response(
-        msgspec.json.encode(said.body()), said.status, said.headers, media_type="application/json"
+        msgspec.json.encode(said.as_dict()),
+        said.status,
+        said.headers,
+        media_type="application/json",
     )
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
-    """The server logs the stack trace once this answer has been sent."""
+    """The server logs the stack trace once this response has been sent."""
     return error_response(error)

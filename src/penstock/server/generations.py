@@ -1,4 +1,15 @@
-"""The generations of one HTTP request: started together, merged, measured, and closed together."""
+"""The generations of one HTTP request: started together, merged, measured, and closed together.
+
+A streamed token comes from the engine's message to the socket in one chain of calls, without a task
+or a queue in between:
+
+    _EngineLink.deliver      frontend/client.py       TokenDelta, to the generation of its request
+    Generation.on_tokens     frontend/pipeline.py     TokenDelta -> TextDelta (`Sample.push`)
+    Generation._pass_on      frontend/pipeline.py     TextDelta, once there is something to send
+    Generations.on_text      server/generations.py    TextDelta of one prompt, measured
+    EventStream.write_event  server/sse.py            TextDelta -> bytes (`Responder.event`)
+    SocketPipe.write         server/pipe.py           bytes, to the connection
+"""
 
 import asyncio
 import time
@@ -12,8 +23,7 @@ from penstock.metrics.events import Event, FirstToken, MoreTokens, SampleFinishe
 from penstock.types.outputs import TextDelta, Usage
 from penstock.types.request import FinishReason, GenerateInput
 
-Take = Callable[[int, TextDelta], None]  # prompt index, delta
-Ended = Callable[[Exception | None], None]
+Write = Callable[[int, TextDelta], None]  # prompt index, delta
 
 
 @dataclass(slots=True)
@@ -25,7 +35,7 @@ class _Clock:
 
 
 class Generations:
-    """Hands over (prompt index, delta) of all samples of all prompts until each has finished."""
+    """Writes (prompt index, delta) of all samples of all prompts until each has finished."""
 
     def __init__(
         self,
@@ -40,6 +50,9 @@ class Generations:
         self._sees_tokens = sees_tokens  # as they come; otherwise each sample arrives whole
         self._clocks = [[_Clock() for _ in range(one.num_samples)] for one in running]
         self._num_open = sum(one.num_samples for one in running)
+        self._finishes: dict[str, None] = {}  # each reason once, in order
+        self._write: Write  # from `stream_to` on
+        self._ended: asyncio.Future[Exception | None]
 
     @classmethod
     async def start(
@@ -51,10 +64,24 @@ class Generations:
     ) -> "Generations":
         """All of them, or none: when one prompt is refused the others are aborted."""
         arrived = time.monotonic()
+        capacity, info = pipeline.client.capacity, pipeline.client.info
+        num_samples = inputs[0].sampling.num_samples
+        num_sequences = num_samples * len(inputs)
+        capacity.check_request(info, num_samples, num_sequences)
+
+        def first_token() -> None:
+            observe(FirstToken(time.monotonic() - arrived))
+
+        num_tokens = 0
         running: list[Generation] = []
         try:
             for one in inputs:
-                running.append(await pipeline.generate(one, stream))
+                if running:
+                    await asyncio.sleep(0)  # a thousand long prompts would hold up the event loop
+                running.append(await pipeline.generate(one, stream, first_token))
+                num_tokens += len(running[-1].prompt_ids) * num_samples
+                if len(running) > 1:  # one alone was checked by the client, before it went out
+                    capacity.check_request(info, num_samples, num_sequences, num_tokens)
         except BaseException:
             await _close(running)
             raise
@@ -63,18 +90,55 @@ class Generations:
     def usage(self) -> Usage:
         """Up to now; a prompt counts once, however many samples it has."""
         return Usage(
-            prompt_tokens=sum(len(one.prompt_ids) for one in self.running),
+            prompt_tokens=self.num_prompt_tokens,
             completion_tokens=sum(clock.num_tokens for one in self._clocks for clock in one),
             cached_tokens=sum(samples[0].cached_tokens for samples in self._clocks),
         )
 
-    def push_to(self, take: Take, ended: Ended) -> None:
-        """`take` each delta in the call that brings it; `ended` after the last or an error."""
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(one.prompt_ids) for one in self.running)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Up to now, whoever has been told of them; those of samples that lost count too."""
+        return sum(one.num_tokens for one in self.running)
+
+    @property
+    def finish(self) -> str:
+        """How the samples have ended, each reason once; those that have not are cancelled."""
+        is_open = self._num_open and FinishReason.ERROR.value not in self._finishes
+        return ",".join([*self._finishes, *([FinishReason.ABORT.value] if is_open else [])])
+
+    async def stream_to(self, write: Write) -> Exception | None:
+        """`write` each delta in the call that brings its tokens, until the last or an error."""
+        self._write = write
+        self._ended = asyncio.get_running_loop().create_future()
         for prompt, one in enumerate(self.running):
-            one.push_to(_PromptReader(self, prompt, take, ended))
+            one.subscribe(prompt, self.on_text, self._end)
+        return await self._ended
+
+    def on_text(self, prompt_index: int, delta: TextDelta) -> None:
+        """Measure and write it. An error of one sample ends the stream of all."""
+        if delta.finish is FinishReason.ERROR:
+            self._finishes[delta.finish.value] = None
+            self._end(BackendError(delta.error or "the engine failed on this request"))
+            return
+        try:
+            is_last = self._measure(prompt_index, delta)
+            self._write(prompt_index, delta)
+        except Exception as bug:  # of this request alone: others share the caller
+            self._end(bug)
+            return
+        if is_last:
+            self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
 
     def hold(self) -> None:
-        """Whoever takes is slow: gather tokens until `release`."""
+        """The client reads too slowly: gather tokens until `release`."""
         for one in self.running:
             one.hold()
 
@@ -87,12 +151,8 @@ class Generations:
         parts: list[list[list[TextDelta]]] = [
             [[] for _ in range(one.num_samples)] for one in self.running
         ]
-        ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-        self.push_to(
-            lambda prompt, delta: parts[prompt][delta.index].append(delta),
-            lambda error: None if ended.done() else ended.set_result(error),
-        )
-        if (error := await ended) is not None:
+        error = await self.stream_to(lambda prompt, delta: parts[prompt][delta.index].append(delta))
+        if error is not None:
             raise error
         return [[_joined(sample) for sample in samples] for samples in parts]
 
@@ -100,27 +160,26 @@ class Generations:
         """Abort what still runs."""
         await _close(self.running)
 
-    def measure(self, prompt: int, delta: TextDelta) -> bool:
+    def _measure(self, prompt_index: int, delta: TextDelta) -> bool:
         """Count it; whether it was the last of all."""
-        clock = self._clocks[prompt][delta.index]
+        clock = self._clocks[prompt_index][delta.index]
         now = time.monotonic()
         num_new = delta.num_tokens
         if num_new:
             if not clock.num_tokens:
                 clock.first = now
-            if self._sees_tokens:
-                first = not clock.num_tokens
-                since = now - (self._arrived if first else clock.last)
-                self._observe(FirstToken(since) if first else MoreTokens(since, num_new))
+            elif self._sees_tokens:
+                self._observe(MoreTokens(now - clock.last, num_new))
             clock.num_tokens += num_new
             clock.last = now
         clock.cached_tokens = max(clock.cached_tokens, delta.num_cached_tokens)
         if delta.finish is None:
             return False
+        self._finishes[delta.finish.value] = None
         self._observe(
             SampleFinished(
                 finish=delta.finish.value,
-                prompt_tokens=len(self.running[prompt].prompt_ids),
+                prompt_tokens=len(self.running[prompt_index].prompt_ids),
                 cached_tokens=clock.cached_tokens,
                 generated_tokens=clock.num_tokens,
                 e2e_s=now - self._arrived,
@@ -129,32 +188,6 @@ class Generations:
         )
         self._num_open -= 1
         return self._num_open == 0
-
-
-class _PromptReader:
-    """Reads one prompt's generation; an error of one ends the answer to all."""
-
-    def __init__(self, all_of_them: Generations, prompt: int, take: Take, ended: Ended) -> None:
-        self._all = all_of_them
-        self._prompt = prompt
-        self._take = take
-        self._ended = ended
-
-    def take(self, delta: TextDelta) -> None:
-        if delta.finish is FinishReason.ERROR:
-            self.fail(BackendError(delta.error or "the engine failed on this request"))
-            return
-        try:
-            is_last = self._all.measure(self._prompt, delta)
-            self._take(self._prompt, delta)
-        except Exception as bug:  # of this request alone: others share the caller
-            self.fail(bug)
-            return
-        if is_last:
-            self._ended(None)
-
-    def fail(self, bug: Exception) -> None:
-        self._ended(bug)
 
 
 def _joined(parts: Sequence[TextDelta]) -> TextDelta:

@@ -1,14 +1,13 @@
-"""Serves: bind, find the model's files, start the engine, and become the first front end.
+"""Serves: find the model's files, bind, start the engine, and become the first API server.
 
-The port refuses connections until the engine is ready. The process ends with a code other than 0
-when the engine could not start, died or hangs, so that a supervisor notices. The engine takes
-seconds to import torch; what this process needs itself is imported meanwhile (`lifespan`), so
-nothing that takes long may be imported here.
+A model that cannot be had is told before a port that is taken. The port refuses connections until
+the engine is ready. The process ends with a code other than 0 when the engine could not start, died
+or hangs, so that a supervisor notices. The engine takes seconds to import torch; what this process
+needs itself is imported meanwhile (`lifespan`), so nothing that takes long may be imported here.
 """
 
 import gc
 import resource
-import signal
 import socket
 import threading
 import time
@@ -16,10 +15,14 @@ import time
 from penstock import log
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
-from penstock.frontend.engine import EngineHandle
-from penstock.frontend.files import tokenizer_folder
+from penstock.frontend.engine_handle import EngineHandle
+from penstock.frontend.tokenizer_folder import tokenizer_folder
+from penstock.server.launch_state import LaunchState
+from penstock.server.signals import take_signals
+from penstock.server.tenants import Access
 
 _MAX_FILES = 1 << 20
+_ASK_TIMEOUT_S = 2.0
 _log = log.get(__name__)
 
 
@@ -29,23 +32,24 @@ def serve(config: EngineConfig, begun_at: float | None = None) -> int:
     log.setup("http", config.log_level)
     allow_many_connections()
     try:
-        listener = bind(config.host, config.port)
         folder = tokenizer_folder(config)
+        access = Access.load(config)
+        listener = bind(config.host, config.port)
     except ConfigError as error:
         _log.error("%s", error)
         return 1
     leaving = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: leaving.set())  # until uvicorn takes them, and after
+    take_signals(lambda *_: leaving.set())  # until the server takes them, and after
     engine = EngineHandle()
     try:
         engine.start(config.model_dump(mode="json"), begun_at)
         gc.disable()
-        from penstock.server.lifespan import FirstFrontEnd
+        from penstock.server.lifespan import FirstApiServer
 
         gc.freeze()
         gc.enable()
-        return FirstFrontEnd(config, listener, folder, engine, leaving, begun_at).run()
+        launched = LaunchState(config, listener, folder, access, engine, leaving, begun_at)
+        return FirstApiServer(launched).run()
     finally:
         engine.stop()
 
@@ -60,10 +64,27 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; "
-            "choose others with --host and --port"
+            f"{_who_listens(host, port)}choose another with --port "
+            f'(make serve ARGS="--port {port + 1}"), or another --host'
         ) from None
     listener.set_inheritable(False)
     return listener
+
+
+def _who_listens(host: str, port: int) -> str:
+    """Whether it is one of us: somebody may have forgotten a server that runs."""
+    import httpx
+
+    from penstock.server.report import base_url
+
+    url = base_url(host, port)
+    try:
+        said = httpx.get(f"{url}/", timeout=_ASK_TIMEOUT_S, trust_env=False).json()
+        if said["server"] == "penstock":
+            return f"a Penstock serves '{said['model']}' there ('penstock chat --url {url}'); "
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        pass
+    return ""
 
 
 def allow_many_connections() -> None:

@@ -1,111 +1,80 @@
-"""The first front end: its server, whose lifespan is the engine's. Stops in order.
+"""The first API server, whose lifespan is the engine's. Stops in order.
 
 Imported while the engine process is starting (`launch`).
 """
 
 import asyncio
 import gc
+import logging
 import os
-import socket
 import sys
-import threading
 import time
 from collections.abc import Coroutine
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-import uvicorn
 from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from penstock import log
-from penstock.config.schema import EngineConfig
 from penstock.errors import PenstockError
-from penstock.frontend.engine import EngineHandle
+from penstock.frontend.engine_handle import EngineHandle
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.frontend.start import start_engine, stop_pipeline
-from penstock.ipc.messages import EngineInfo
+from penstock.server.api_servers import ApiServerProcesses, choose_num_api_servers
 from penstock.server.app import build_app
-from penstock.server.board import Board
-from penstock.server.frontends import FurtherFrontEnds, choose_num_frontends
-from penstock.server.http import StreamingHttp
-from penstock.server.report import startup_report
+from penstock.server.auth import capacity_of
+from penstock.server.drain import Drain
+from penstock.server.http_server import BACKLOG, HttpServer
+from penstock.server.launch_state import LaunchState
+from penstock.server.report import base_url, full_report, ready_report
+from penstock.server.shared_state import SharedState
 from penstock.server.state import model_name
+from penstock.types.setting_choice import SettingChoice
 
 POLL_S = 0.2
-_DRAIN_S = 5  # running requests may finish for this long after a signal
-_BACKLOG = 8192  # connections that came all at once and wait to be accepted
+SHUTTING_DOWN = "the server is shutting down"
 _STUCK_LIMIT_S = 240.0  # unhealthy for so long, and the process gives up
 _log = log.get(__name__)
 T = TypeVar("T")
 
 
-def choice_of(num_frontends: int, reason: str) -> tuple[str, str, str]:
-    return "num_postprocess_workers", str(num_frontends), reason
+def setting_choice(num_api_servers: int, reason: str) -> SettingChoice:
+    return SettingChoice(name="num_postprocess_workers", value=str(num_api_servers), reason=reason)
 
 
-def uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"], log_level: str) -> uvicorn.Config:
-    """The same for every front end."""
-    return uvicorn.Config(
-        app,
-        lifespan=lifespan,
-        loop="uvloop",
-        http=StreamingHttp,
-        ws="none",
-        log_config=None,
-        log_level=log_level,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=_DRAIN_S,
-    )
-
-
-class Patience:
-    """Ends when the engine has been unhealthy for too long."""
+class EngineWatchdog:
+    """Whether the engine has been unhealthy for too long."""
 
     def __init__(self) -> None:
         self._last_healthy = time.monotonic()
 
-    def is_lost(self, is_healthy: bool) -> bool:
+    def is_hung(self, is_healthy: bool) -> bool:
         if is_healthy:
             self._last_healthy = time.monotonic()
         return time.monotonic() - self._last_healthy > _STUCK_LIMIT_S
 
 
-class FirstFrontEnd:
+class FirstApiServer:
     """The ASGI application whose lifespan is the engine's, and the server around it.
 
-    `folder` is the tokenizer's. `leaving` is set by a signal that came before the server hears of
-    them. `begun_at`: when the user began to wait.
+    `exit_code` is that of the process.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        listener: socket.socket,
-        folder: Path | None,
-        engine: EngineHandle,
-        leaving: threading.Event,
-        begun_at: float,
-    ) -> None:
+    def __init__(self, launched: LaunchState) -> None:
         self.exit_code = 1  # until it has started
         # uvicorn's line about a complete start-up is always wanted
-        self.uvicorn = uvicorn.Server(uvicorn_config(self, lifespan="on", log_level="info"))
-        self._config = config
-        self._listener = listener
-        self._folder = folder
-        self._engine = engine
-        self._leaving = leaving
-        self._begun_at = begun_at
+        self.uvicorn = HttpServer(
+            self, launched.config.http_config, Drain(), lifespan="on", log_level="info"
+        )
+        self._launched = launched
         self._app: Starlette | None = None
 
     def run(self) -> int:
         """Until a signal; the exit code of the process."""
         try:
-            self.uvicorn.run(sockets=[self._listener])
+            self.uvicorn.run(sockets=[self._launched.listener])
         except SystemExit:  # how uvicorn says that the application did not start
             pass
         return self.exit_code
@@ -119,17 +88,17 @@ class FirstFrontEnd:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        config, folder, engine = self._config, self._folder, self._engine
-        num_frontends, reason = choose_num_frontends(config)
+        launched = self._launched
+        config, engine, access = launched.config, launched.engine, launched.access
+        num_api_servers, reason = choose_num_api_servers(config)
         others = None
         try:
-            board = Board.create(os.path.join(engine.socket_folder, "board"), num_frontends)
-            others = FurtherFrontEnds(
-                config, folder, self._listener, engine, board, reason, on_failure=self._fail
-            )
-            pipeline = await self._until_exit(
-                start_engine(config, folder, engine, board.open_elsewhere, board.tell_open)
-            )
+            path = os.path.join(engine.socket_folder, "shared")
+            shared = SharedState.create(path, num_api_servers, len(access.tenants))
+            others = ApiServerProcesses(launched, shared, reason, on_failure=self._fail)
+            capacity = capacity_of(access, config, shared.holdings)
+            folder = launched.tokenizer_folder
+            pipeline = await self._until_exit(start_engine(config, folder, engine, capacity))
         except BaseException as error:
             if others is not None:
                 await others.stop()
@@ -138,35 +107,45 @@ class FirstFrontEnd:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         end = {"type": "lifespan.shutdown.complete"}
-        watch = asyncio.create_task(self._watch(pipeline, engine, board, others))
+        watch = asyncio.create_task(self._watch(pipeline, engine, shared))
         try:
-            choice = choice_of(num_frontends, reason)
-            self._app = build_app(pipeline, config, board, [choice])
-            self._say_ready(pipeline.client.info, choice)
+            choice = setting_choice(num_api_servers, reason)
+            self._app = build_app(pipeline, config, shared, [choice], self.uvicorn.drain, access)
+            self.uvicorn.on_begin = others.ask_to_leave
+            self.uvicorn.is_last = lambda: others.are_gone
+            self.uvicorn.end_requests = partial(self._end_requests, pipeline, shared)
+            self.uvicorn.on_started = partial(self._say_ready, pipeline, choice)
+            self._app.state.batches.start()
             gc.collect()
             gc.freeze()  # what start-up made stays; later collections need not look at it
             # Here and not left to uvloop, which does not notice when somebody else was faster.
-            self._listener.listen(_BACKLOG)
+            launched.listener.listen(BACKLOG)
             if not self.uvicorn.should_exit:
                 self.exit_code = 0
             await send({"type": "lifespan.startup.complete"})
             await receive()
         except OSError as error:
-            port = self._listener.getsockname()[1]
+            port = launched.listener.getsockname()[1]
             said = f"cannot listen on port {port}: {error.strerror or error}"
             end = {"type": "lifespan.startup.failed", "message": said}
         finally:
             watch.cancel()
             await others.stop()
+            if self._app is not None:
+                await self._app.state.batches.aclose()
             await stop_pipeline(pipeline, engine)
         await send(end)
 
-    def _say_ready(self, info: EngineInfo, choice: tuple[str, str, str]) -> None:
-        host, port = self._listener.getsockname()[:2]
-        name, has_key = model_name(self._config), self._config.api_key is not None
-        waited_s = time.time() - self._begun_at
-        info = replace(info, choices=(*info.choices, choice))
-        report = startup_report(info, waited_s, name, host, port, has_key)
+    def _say_ready(self, pipeline: GenerationPipeline, choice: SettingChoice) -> None:
+        launched = self._launched
+        url = base_url(*launched.listener.getsockname()[:2])
+        name, has_key = model_name(launched.config), launched.access.has_keys
+        waited_s = time.time() - launched.begun_at
+        if _log.isEnabledFor(logging.DEBUG):
+            info = pipeline.client.info
+            info = replace(info, choices=(*info.choices, choice))
+            print(full_report(info, waited_s), file=sys.stderr)
+        report = ready_report(pipeline, waited_s, name, url, has_key)
         print(report, file=sys.stderr, flush=True)
 
     async def _until_exit(self, starting: Coroutine[Any, Any, T]) -> T:
@@ -175,10 +154,10 @@ class FirstFrontEnd:
         try:
             while not task.done():
                 await asyncio.wait((task,), timeout=POLL_S)
-                if self._leaving.is_set():
-                    self.uvicorn.should_exit = True
+                if self._launched.leaving.is_set():
+                    self.uvicorn.leave()
                 if self.uvicorn.should_exit:
-                    # Another front end may have heard first why the engine cannot start.
+                    # Another API server may have heard first why the engine cannot start.
                     await asyncio.wait((task,), timeout=POLL_S)
                 if self.uvicorn.should_exit and not task.done():
                     raise PenstockError("stopped while the engine was starting")
@@ -191,24 +170,32 @@ class FirstFrontEnd:
         self,
         pipeline: GenerationPipeline,
         engine: EngineHandle,
-        board: Board,
-        others: FurtherFrontEnds,
+        shared: SharedState,
     ) -> None:
         """Ends the server when the engine has died or hangs: a supervisor starts it anew."""
-        patience = Patience()
-        while not self.uvicorn.should_exit:
+        watchdog, has_failed = EngineWatchdog(), False
+        while not has_failed:
             await asyncio.sleep(POLL_S)
             if self._app is not None:
                 self._app.state.server.metrics.iterations.refresh()
             if not engine.is_alive:
                 _log.error("the engine has ended; stopping")
-                board.tell_engine_ended()
+                shared.tell_engine_ended()
+                has_failed = True
                 self._fail()
-            elif patience.is_lost(pipeline.client.is_healthy()):
+            elif watchdog.is_hung(pipeline.client.is_healthy()):
                 _log.error("the engine hangs; stopping")
-                self._fail()
-        others.ask_to_leave()
+                has_failed = True
+                self._fail(at_once=True)
 
-    def _fail(self) -> None:
+    def _end_requests(self, pipeline: GenerationPipeline, shared: SharedState) -> None:
+        """Of all API servers."""
+        num_left = self.uvicorn.num_running + shared.holdings.num_open_elsewhere()
+        why = "a second signal" if self.uvicorn.drain.is_urgent else "shutdown_timeout"
+        _log.warning("%d requests still run and are ended now (%s)", num_left, why)
+        shared.tell_end_requests()
+        pipeline.client.end_all(SHUTTING_DOWN)
+
+    def _fail(self, at_once: bool = False) -> None:
         self.exit_code = 1
-        self.uvicorn.should_exit = True
+        self.uvicorn.leave(at_once)

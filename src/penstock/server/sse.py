@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from penstock import log
 from penstock.server.errors import explain
 from penstock.server.generations import Generations
-from penstock.server.http import Pipe, pipe_of
+from penstock.server.pipe import Pipe, pipe_of
 from penstock.types.outputs import TextDelta
 
 _log = log.get(__name__)
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed the connection before it had its answer."""
+    """The client closed the connection before it had its response."""
 
 
 def event(chunk: Any) -> bytes:
@@ -46,17 +46,36 @@ class TextEvents:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or `ClientGone` (and `work` cancelled) as soon as the client leaves."""
-    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    """The result of `work`, or `ClientGone` (and `work` cancelled) as soon as the client leaves.
+
+    `work` runs in the task of the caller, which is cancelled to end it, as `asyncio.timeout` does:
+    a task of its own and waiting for the first of two take 20 us more (2026-11-16).
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancelled = task.cancelling()
+    is_over = is_gone = False
+
+    def on_left(watcher: "asyncio.Task[None]") -> None:
+        nonlocal is_gone
+        if watcher.cancelled():
+            return
+        watcher.exception()  # however `receive` has ended, nothing comes from the client any more
+        if not is_over:
+            is_gone = True
+            task.cancel()
+
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher.add_done_callback(on_left)
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            return worker.result()
-        raise ClientGone
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() <= num_cancelled:
+            raise ClientGone from None
+        raise
     finally:
-        worker.cancel()
+        is_over = True
         watcher.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -64,55 +83,53 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+class Responder(Protocol):
+    """Writes the events of one response."""
+
+    def event(self, prompt_index: int, delta: TextDelta) -> bytes:
+        """Empty while there is nothing to say."""
+
+    def last_event(self) -> bytes: ...
+
+
 class EventStream:
-    """An ASGI response: `write` of every delta, then `last`, then `[DONE]`.
+    """An ASGI response: an event for every delta, then the last one, then `[DONE]`.
 
     An error after the first byte cannot change the status any more: it becomes an event. While the
     client reads too slowly its tokens are gathered and then sent as one event; however it ends, the
     generations are closed.
     """
 
-    def __init__(
-        self,
-        generations: Generations,
-        write: Callable[[int, TextDelta], bytes],
-        last: Callable[[], bytes],
-    ) -> None:
+    def __init__(self, generations: Generations, responder: Responder) -> None:
         self._generations = generations
-        self._write = write
-        self._last = last
+        self._responder = responder
+        self._pipe: Pipe  # from the call on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pipe = pipe_of(scope)
+        generations = self._generations
+        self._pipe = pipe = pipe_of(scope, send)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            error = await until_disconnect(receive, self._send_all(pipe))
+            pipe.on_pause, pipe.on_resume = generations.hold, generations.release
+            if pipe.is_paused:
+                generations.hold()
+            error = await until_disconnect(receive, generations.stream_to(self.write_event))
+            await pipe.flush()
             await send({"type": "http.response.body", "body": self._end(error)})
         except ClientGone:
             pass
         finally:
             pipe.close()
-            await self._generations.aclose()
+            await generations.aclose()
 
-    async def _send_all(self, pipe: Pipe) -> Exception | None:
-        ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-
-        def take(prompt: int, delta: TextDelta) -> None:
-            if data := self._write(prompt, delta):
-                pipe.write(data)
-
-        pipe.on_pause, pipe.on_resume = self._generations.hold, self._generations.release
-        if pipe.is_paused:
-            self._generations.hold()
-        self._generations.push_to(
-            take, lambda error: None if ended.done() else ended.set_result(error)
-        )
-        return await ended
+    def write_event(self, prompt_index: int, delta: TextDelta) -> None:
+        if data := self._responder.event(prompt_index, delta):
+            self._pipe.write(data)
 
     def _end(self, error: Exception | None) -> bytes:
         if error is None:
-            return self._last() + DONE
+            return self._responder.last_event() + DONE
         said = explain(error)
         if said.status == 500:
             _log.error("a stream failed", exc_info=error)
-        return event(said.body()) + DONE
+        return event(said.as_dict()) + DONE

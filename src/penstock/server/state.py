@@ -1,6 +1,5 @@
 """What every endpoint needs: handed to `build_app` once, read from `request.app.state`."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,12 +9,12 @@ from starlette.requests import Request
 
 from penstock.config.schema import EngineConfig
 from penstock.frontend.pipeline import GenerationPipeline
-from penstock.hub.gguf import is_gguf
+from penstock.hub.gguf_file import is_gguf
 from penstock.metrics.collect import Metrics
-from penstock.server.board import Board
+from penstock.server.body_limits import Bodies
 from penstock.server.openai.logprobs import TokenNames
-
-Choice = tuple[str, str, str]  # setting, value, reason
+from penstock.server.shared_state import SharedState
+from penstock.types.setting_choice import SettingChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +23,18 @@ class ServerState:
     model_name: str
     metrics: Metrics
     names: TokenNames
-    choices: Sequence[Choice] = ()
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # to begin with a request
+    bodies: Bodies
+    choices: Sequence[SettingChoice] = ()
+    has_key: bool = False  # clients must send one
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def server_state(
     pipeline: GenerationPipeline,
     config: EngineConfig,
-    board: Board | None,
-    choices: Sequence[Choice],
+    shared: SharedState | None,
+    choices: Sequence[SettingChoice],
+    has_key: bool,
 ) -> ServerState:
     name, client = model_name(config), pipeline.client
     metrics = Metrics(
@@ -41,10 +42,12 @@ def server_state(
         lambda: client.counters,
         client.drain_iterations,
         config.max_stats_len,
-        rows=None if board is None else board.metrics,
-        own=0 if board is None else board.own,
+        rows=None if shared is None else shared.metrics,
+        own=0 if shared is None else shared.own,
     )
-    return ServerState(pipeline, name, metrics, TokenNames(pipeline.tokenizer), choices)
+    bodies = Bodies(config.http_config, client.info.max_seq_len)
+    names = TokenNames(pipeline.tokenizer)
+    return ServerState(pipeline, name, metrics, names, bodies, choices, has_key)
 
 
 def model_name(config: EngineConfig) -> str:

@@ -7,27 +7,32 @@ tokens.
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from penstock.errors import ConfigError, RequestError
+from penstock.text.json_outline import outline
 from penstock.types.request import ChatOptions
 
 # `--chat_template simple`: for base models and tests. One "role: content" line per message.
 SIMPLE_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] or '' }}\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
+_MAX_ARGUMENT_DEPTH = 32
+_MAX_ARGUMENT_TEXTS = 1 << 16  # and as many lists
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_END_MARK = "\ue000end of the message to continue\ue001 "  # private use: no message holds it
+_END_TAG = "\ue000end of the message to continue\ue001 "  # private use: no message holds it
 
 
 def read_chat_template(given: str) -> str:
@@ -58,6 +63,9 @@ class ChatTemplate:
             }
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+        self._variables = {
+            name: _names(environment.parse(text)) for name, text in templates.items()
+        }
         self._wants_text_arguments = {
             name: self._renders_only_text_arguments(template)
             for name, template in self._compiled.items()
@@ -69,16 +77,17 @@ class ChatTemplate:
         """The prompt; `RequestError` if the template refuses or it grows over `max_chars`."""
         check_options(messages, options)
         name = self._choose(options)
+        check_room(options, self._variables[name])
         plain = [plain_message(message, self._wants_text_arguments[name]) for message in messages]
         if options.continue_final_message:
-            plain[-1]["content"] = _content_to_continue(plain[-1]) + _END_MARK
+            plain[-1]["content"] = _content_to_continue(plain[-1]) + _END_TAG
         text = self._render(self._compiled[name], plain, options, max_chars)
-        return _cut_at_mark(text) if options.continue_final_message else text
+        return _cut_at_tag(text) if options.continue_final_message else text
 
     def parts(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_chars: int
     ) -> list[str]:
-        """The prompt as it is tokenised: in one piece."""
+        """The prompt as it is tokenized: in one piece."""
         return [self.render(messages, options, max_chars)]
 
     def _choose(self, options: ChatOptions) -> str:
@@ -109,12 +118,24 @@ class ChatTemplate:
                 num_chars += len(part)
                 if num_chars > max_chars:
                     break
+        except MemoryError:
+            raise  # says nothing about the messages
         except Exception as error:  # a template is a program: on odd messages it may raise anything
             raise RequestError(
-                "invalid_value", f"the chat template refuses these messages: {error}", "messages"
+                "invalid_value",
+                f"the chat template refuses these messages: {_why(error, messages)}",
+                "messages",
             ) from error
         check_size(num_chars, max_chars)
-        return "".join(parts)
+        text = "".join(parts)
+        if not _is_text(text):
+            raise RequestError(
+                "invalid_value",
+                "the chat template makes half of a surrogate pair of these messages, which is no "
+                "character",
+                "messages",
+            )
+        return text
 
     def _renders_only_text_arguments(self, template: jinja2.Template) -> bool:
         """Some templates paste tool-call arguments as JSON text; most expect an object."""
@@ -137,6 +158,35 @@ class ChatTemplate:
         except RequestError:
             return False
         return True
+
+
+def _why(error: Exception, messages: Sequence[Mapping[str, Any]]) -> str:
+    """What `raise_exception` said; else, of a null where a template wants a text, a sentence."""
+    if type(error) is not jinja2.TemplateError:
+        for index, message in enumerate(messages):
+            if message.get("content") is None:
+                return (
+                    f"messages[{index}].content is null, which it cannot take; send a text, "
+                    '"" if there is none'
+                )
+    return str(error)
+
+
+def check_room(options: ChatOptions, variables: Container[str]) -> None:
+    """A template that does not read them would drop them, and nobody would know."""
+    verbosity = options.template_kwargs.get("verbosity")
+    given = {"tools": options.tools, "documents": options.documents, "verbosity": verbosity}
+    for field, value in given.items():
+        if value and field not in variables:
+            them = "it" if field == "verbosity" else "them"
+            way_out = ', set tool_choice to "none"' if field == "tools" else ""
+            raise RequestError(
+                "unsupported",
+                f"this model's chat template has no place for {field}: the model would not see "
+                f"{them}; leave {them} out{way_out}, or start the server with a --chat_template "
+                "that has one",
+                field,
+            )
 
 
 def check_options(messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> None:
@@ -178,9 +228,32 @@ class _GenerationTag(jinja2.ext.Extension):
         return [jinja2.nodes.Scope(body).set_lineno(lineno)]
 
 
+class _NoFolding(jinja2.compiler.CodeGenerator):
+    """Computes nothing while it compiles, however constant: `'a' * 10**10` is a constant, too."""
+
+    def _output_child_to_const(
+        self, node: jinja2.nodes.Expr, frame: jinja2.compiler.Frame, finalize: Any
+    ) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    code_generator_class = _NoFolding
+
+
+def _names(template: jinja2.nodes.Template) -> set[str]:
+    """What it reads, its own variables included. jinja2.meta would fold constants on the way."""
+    return {name.name for name in template.find_all(jinja2.nodes.Name) if name.ctx == "load"}
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        optimized=False,
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -246,10 +319,25 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
         return arguments if isinstance(arguments, str) else _tojson(arguments)
     if not isinstance(arguments, str):
         return arguments
+    # A model's own malformed call, repeated in the history, stays text, and so does what no
+    # template could write.
     try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments  # a model's own malformed call, repeated in the history
+        found = outline(arguments.encode(), _MAX_ARGUMENT_TEXTS)
+        num_parts = max(found.num_texts, found.num_lists)
+        if found.depth > _MAX_ARGUMENT_DEPTH or num_parts > _MAX_ARGUMENT_TEXTS:
+            return arguments
+        parsed = json.loads(arguments)
+        return parsed if "\\u" not in arguments or _is_text(_tojson(parsed)) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _content_to_continue(message: Mapping[str, Any]) -> str:
@@ -261,10 +349,10 @@ def _content_to_continue(message: Mapping[str, Any]) -> str:
     return content
 
 
-def _cut_at_mark(text: str) -> str:
+def _cut_at_tag(text: str) -> str:
     """The prompt up to the end of the message to continue, trimmed if the template trims it."""
-    mark = _END_MARK.rstrip()
-    at = text.rfind(mark)
+    tag = _END_TAG.rstrip()
+    at = text.rfind(tag)
     if at < 0:
         raise RequestError(
             "invalid_value",
@@ -272,4 +360,4 @@ def _cut_at_mark(text: str) -> str:
             "messages",
         )
     head = text[:at]
-    return head if text.startswith(_END_MARK, at) else head.rstrip()
+    return head if text.startswith(_END_TAG, at) else head.rstrip()

@@ -15,28 +15,28 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """`marks`: tokens that stand for a text of their own, shown even if they are special."""
+    """`tags`: tokens that stand for a text of their own, shown even if they are special."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
-        marks: Mapping[int, str] | None = None,
+        tags: Mapping[int, str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._marks = marks or {}
+        self._tags = tags or {}
         self._utf8 = _UTF8(errors="replace")
         self._at_start = True
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is certain now."""
-        if not self._marks or self._marks.keys().isdisjoint(ids):
+        if not self._tags or self._tags.keys().isdisjoint(ids):
             return self._push_words(ids)
         text, start = [], 0
         for at, token_id in enumerate(ids):
-            if (mark := self._marks.get(token_id)) is not None:
-                text += [self._push_words(ids[start:at]), self.finish(), mark]
+            if (tag := self._tags.get(token_id)) is not None:
+                text += [self._push_words(ids[start:at]), self.flush(), tag]
                 start = at + 1
         return "".join(text) + self._push_words(ids[start:])
 
@@ -47,7 +47,7 @@ class Detokenizer:
             self._trim_start(pieces)
         return self._utf8.decode(b"".join(pieces))
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """What was waiting for the rest of its character."""
         return self._utf8.decode(b"", True)
 

@@ -2,7 +2,7 @@
 
 GGUF keeps the vocabulary, the merges (or scores) and the kind of every token, but names the rule
 that cuts text into words (`tokenizer.ggml.pre`) instead of writing it down; the rules are here.
-Knows nothing of requests and templates; reading the container is `hub/gguf.py`.
+Knows nothing of requests and templates; reading the container is `hub/gguf_file.py`.
 """
 
 import json
@@ -24,7 +24,7 @@ from tokenizers import (
 )
 
 from penstock.errors import ConfigError
-from penstock.hub.gguf import GgufFile
+from penstock.hub.gguf_file import GgufFile
 
 _WAY_OUT = "name a folder or model that has a tokenizer.json with --tokenizer"
 _TEMPLATE = "tokenizer.chat_template"

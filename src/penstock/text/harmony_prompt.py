@@ -2,7 +2,7 @@
 
 Letter for letter what the format's reference library writes. The template that comes with gpt-oss
 differs from it in the developer message, tool calls and tool results. Words of a message that look
-like a mark of the format stay words: `HarmonyTemplate.parts` cuts them in two.
+like a special token stay words: `HarmonyTemplate.parts` cuts them in two.
 """
 
 import datetime
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import RequestError
-from penstock.text.chat import check_options, check_size, plain_message
+from penstock.text.chat import check_options, check_room, check_size, plain_message
 from penstock.text.harmony import FUNCTIONS
 from penstock.types.request import ChatOptions
 
@@ -35,6 +35,7 @@ class HarmonyTemplate:
     ) -> list[str]:
         """The prompt, cut where tokens must not be looked for across the cut."""
         check_options(messages, options)
+        check_room(options, ("tools",))
         plain = [plain_message(message, text_arguments=True) for message in messages]
         parts = [""]
         num_chars = 0
@@ -125,7 +126,7 @@ def _instructions(message: Mapping[str, Any]) -> list[Piece]:
 
 
 def _assistant(message: Mapping[str, Any], thinks: bool, is_open: bool) -> Iterator[Piece]:
-    """Thoughts, then the answer, or what is said before tool calls and these."""
+    """Reasoning, then the content, or what is said before tool calls and these."""
     reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key)), None)
     if thinks and isinstance(reasoning, str):
         yield from _message("assistant<|channel|>analysis", (reasoning, True))

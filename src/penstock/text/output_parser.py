@@ -1,4 +1,4 @@
-"""What a parser makes of an answer, piece by piece: thoughts, words for the user, tool calls.
+"""`OutputParser`: a sample's text, piece by piece -> reasoning, content for the user, tool calls.
 
 A parser belongs to one sample. Fed with the text in pieces of any size it gives the same in sum,
 takes time linear in the text, and never raises: what it cannot read is text.
@@ -7,7 +7,7 @@ takes time linear in the text, and never raises: what it cannot read is text.
 from typing import NamedTuple, Protocol
 
 from penstock.text.reasoning.think import ThinkParser
-from penstock.text.tools.hermes import HermesParser
+from penstock.text.tools.call_parser import CallParser
 from penstock.types.outputs import ToolCallDelta
 
 
@@ -25,10 +25,10 @@ class Parsed(NamedTuple):
         )
 
 
-class AnswerParser(Protocol):
+class OutputParser(Protocol):
     def push(self, text: str) -> Parsed: ...
 
-    def finish(self) -> Parsed:
+    def flush(self) -> Parsed:
         """What was held back until now; nothing is pushed after it."""
 
     def is_searched(self, piece: str) -> bool:
@@ -36,26 +36,26 @@ class AnswerParser(Protocol):
 
 
 class TextParser:
-    """Thoughts first, then tool calls in what follows them; either may be left out."""
+    """Reasoning first, then tool calls in what follows it; either may be left out."""
 
-    def __init__(self, thoughts: ThinkParser | None, tools: HermesParser | None) -> None:
-        self._thoughts = thoughts
+    def __init__(self, reasoning: ThinkParser | None, tools: CallParser | None) -> None:
+        self._reasoning = reasoning
         self._tools = tools
 
     def push(self, text: str) -> Parsed:
         reasoning = ""
-        if self._thoughts is not None:
-            reasoning, text = self._thoughts.push(text)
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.push(text)
         if self._tools is None:
             return Parsed(reasoning, text)
         text = self._tools.push(text)
         return Parsed(reasoning, text, self._tools.calls.take())
 
-    def finish(self) -> Parsed:
-        reasoning, text = ("", "") if self._thoughts is None else self._thoughts.finish()
+    def flush(self) -> Parsed:
+        reasoning, text = ("", "") if self._reasoning is None else self._reasoning.flush()
         if self._tools is None:
             return Parsed(reasoning, text)
-        text = self._tools.push(text) + self._tools.finish()
+        text = self._tools.push(text) + self._tools.flush()
         return Parsed(reasoning, text, self._tools.calls.take())
 
     def is_searched(self, piece: str) -> bool:

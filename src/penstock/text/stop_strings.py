@@ -6,7 +6,7 @@ those the one that began first. Knows text only.
 
 from collections.abc import Sequence
 
-from penstock.text.marks import first_possible_start
+from penstock.text.tags import first_possible_start
 
 
 class StopStrings:
@@ -33,7 +33,7 @@ class StopStrings:
         self._held = text[safe:]
         return text[:safe]
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """The text held back for a stop string that never came."""
         held, self._held = self._held, ""
         return held

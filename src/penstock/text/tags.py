@@ -1,14 +1,21 @@
-"""Marks in text that arrives in pieces: where one may have begun, and blanks around them."""
+"""Tags in text that arrives in pieces: where one may have begun, and blanks around them."""
 
+import functools
+import re
 from collections.abc import Sequence
 
 
-def first_possible_start(text: str, marks: Sequence[str]) -> int:
-    """Where the longest tail of `text` that begins one of `marks` starts; its end if none does."""
-    longest = max(map(len, marks), default=0)
+@functools.lru_cache(maxsize=64)
+def any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, tags)))
+
+
+def first_possible_start(text: str, tags: Sequence[str]) -> int:
+    """Where the longest tail of `text` that begins one of `tags` starts; its end if none does."""
+    longest = max(map(len, tags), default=0)
     for at in range(max(0, len(text) - longest + 1), len(text)):
         tail = text[at:]
-        if any(mark.startswith(tail) for mark in marks):
+        if any(tag.startswith(tail) for tag in tags):
             return at
     return len(text)
 

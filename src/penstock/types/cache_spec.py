@@ -25,7 +25,7 @@ class Plane:
 class FullKV:
     """Keys and values of every token, or of the last `window` ones.
 
-    Whole numbers (int8) have scales beside them: of each token and head, one of the key and one of
+    Integers (int8) have scales beside them: of each token and head, one of the key and one of
     the value.
     """
 
@@ -35,7 +35,7 @@ class FullKV:
     window: int | None = None
 
     def planes(self, block_size: int) -> tuple[Plane, ...]:
-        """Keys, values; of whole numbers also the scales of both."""
+        """Keys, values; of integers also the scales of both."""
         numbers = Plane((self.num_kv_heads, block_size, self.head_size), self.dtype)
         scales = Plane((self.num_kv_heads, block_size), "float32")
         return (numbers, numbers, scales, scales) if self.dtype == "int8" else (numbers, numbers)
@@ -62,7 +62,7 @@ class LatentKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentState:
-    """One block for a whole text, however long it is: two arrays, renewed by every step."""
+    """One block for a whole sequence, however long it is: two arrays, renewed by every step."""
 
     num_past: int  # inputs of the convolution
     num_channels: int  # on this rank, as below
@@ -70,7 +70,7 @@ class RecurrentState:
     num_value_heads: int
     key_size: int
     value_size: int
-    state_dtype: str = "float32"  # it sums up all tokens: a short float would forget
+    state_dtype: str = "float32"  # it accumulates all tokens: a short float would lose them
 
     def planes(self, block_size: int) -> tuple[Plane, ...]:
         return (
@@ -87,16 +87,38 @@ def block_bytes(spec: CacheSpec, block_size: int) -> int:
     return sum(plane.block_bytes for plane in spec.planes(block_size))
 
 
+def window_blocks_needed(
+    window: int, block_size: int, max_rows: int, max_step_tokens: int, depth: int
+) -> int:
+    """Blocks of a pool of windows that is never short.
+
+    Every row has a window and the uneven ends of its tokens in flight, twice because a row may be
+    taken while its last holder's blocks wait for a step. All tokens of steps in flight are kept;
+    those of a holder that leaves wait for the last of its steps, while others follow.
+    """
+    per_row = -(-window // block_size) + 3
+    per_step = -(-max_step_tokens // block_size) + max_rows
+    return RESERVED_BLOCKS + 2 * max_rows * per_row + (2 * depth - 1) * per_step
+
+
+def state_blocks_needed(max_rows: int) -> int:
+    """Blocks of a pool of recurrent states, without snapshots."""
+    return RESERVED_BLOCKS + max_rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
     """What of a cache is the same on every rank."""
 
     num_blocks: tuple[int, ...]  # of each group
     max_rows: int  # sequences that find room at once
+    num_host_blocks: int = 0  # blocks of the first group that host memory has room for
 
     def within(self, other: "CacheSize") -> "CacheSize":
         """The largest that is no larger than both."""
         blocks = zip(self.num_blocks, other.num_blocks, strict=True)
         return CacheSize(
-            num_blocks=tuple(map(min, blocks)), max_rows=min(self.max_rows, other.max_rows)
+            num_blocks=tuple(map(min, blocks)),
+            max_rows=min(self.max_rows, other.max_rows),
+            num_host_blocks=min(self.num_host_blocks, other.num_host_blocks),
         )

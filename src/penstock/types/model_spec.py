@@ -1,6 +1,7 @@
 """`ModelSpec`: the HF config parsed once into typed fields; the raw config is read nowhere else."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.types.cache_spec import RecurrentState
@@ -26,7 +27,7 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EightBitSpec:
+class W8A8Spec:
     """Matrices of 8 bits a number, and inputs of the same kind to multiply them with."""
 
     weights: str  # a scale per "tensor", "channel" (output) or "block" (128 x 128)
@@ -36,26 +37,26 @@ class EightBitSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodesSpec:
+class WeightOnlySpec:
     """Matrices of 4 or 8 bits a number, multiplied with inputs in the model's own dtype."""
 
     # of the tensors
     layout: Literal["awq", "gptq", "packed", "nvfp4", "mxfp4", "fp8", "bitsandbytes"]
     bits: int
-    group: int  # neighbouring inputs of an output that share a scale; 0: all of them
-    has_zeros: bool = False  # whole numbers have a zero point of their own
+    group: int  # neighboring inputs of an output that share a scale; 0: all of them
+    has_zeros: bool = False  # integers have a zero point of their own
     zero_offset: int = 0  # what is added to a stored zero point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
-    """How a checkpoint is quantised."""
+    """How a checkpoint is quantized."""
 
     # "mxfp4": experts of 4-bit floats (e2m1) with a power of two per 32 inputs, and nothing else;
     # None: nothing is so. It crosses to other ranks, so at most one of these is a record.
-    format: EightBitSpec | Literal["mxfp4"] | None
-    codes: CodesSpec | None = None  # in the place of a format
-    excluded: tuple[str, ...] = ()  # patterns of the modules that are not quantised
+    format: W8A8Spec | Literal["mxfp4"] | None
+    weight_only: WeightOnlySpec | None = None  # in the place of a format
+    excluded: tuple[str, ...] = ()  # patterns of the modules that are not quantized
     cache_dtype: str | None = None  # what it has scales for; None: it says nothing
 
 
@@ -103,14 +104,16 @@ class MoeSpec:
     layers: tuple[bool, ...]  # one per layer: whether it is one of them
     num_experts: int
     num_active: int
-    inner_size: int
+    intermediate_size: int
     renormalize: bool = False  # weights of a token's experts sum to one
     score: str = "softmax"  # or "sigmoid"
     scale: float = 1.0
     num_groups: int = 1  # experts come from the best `num_active_groups` of these
     num_active_groups: int = 1
     num_best: int = 2  # a group is as good as the sum of so many of its experts
-    shared_size: int = 0  # of the expert that every token goes through; 0: there is none
+    shared_intermediate_size: int = (
+        0  # of the expert that every token goes through; 0: there is none
+    )
     gate_limit: float | None = None  # of what an expert's gate and up projections give
 
 
@@ -134,10 +137,10 @@ class ModelSpec:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    zero_centred_norms: bool = False  # the checkpoint has what is added to one
+    zero_centered_norms: bool = False  # the checkpoint has what is added to one
     latent: LatentSpec | None = None  # with it, `head_size` is that of the rotated part
     delta: DeltaSpec | None = None
-    num_draft_layers: int = 0  # behind the others, to predict more than one token
+    num_nextn_predict_layers: int = 0  # behind the others, to predict more than one token
     window: int | None = None
     layer_windows: tuple[int | None, ...] = ()  # one per layer: None = full attention
     dtype: str = "bfloat16"  # as the checkpoint says
@@ -150,3 +153,30 @@ class ModelSpec:
     def window_of(self, layer: int) -> int | None:
         """How many tokens this layer's attention sees, itself included; None: all of them."""
         return self.layer_windows[layer] if self.layer_windows else self.window
+
+    def layer_kind(self, layer: int) -> Hashable:
+        """Layers of one kind are built alike; a checkpoint may quantize them differently."""
+        has_experts = self.moe is not None and self.moe.layers[layer]
+        is_recurrent = self.delta is not None and self.delta.layers[layer]
+        return has_experts, is_recurrent, None if is_recurrent else self.window_of(layer)
+
+    def shortened(self) -> "ModelSpec":
+        """The same model with one layer of each kind."""
+        layers = first_of_each(map(self.layer_kind, range(self.num_layers)))
+        windows, moe, delta = self.layer_windows, self.moe, self.delta
+        return replace(
+            self,
+            num_layers=len(layers),
+            num_nextn_predict_layers=0,
+            layer_windows=windows and tuple(windows[layer] for layer in layers),
+            moe=moe and replace(moe, layers=tuple(moe.layers[layer] for layer in layers)),
+            delta=delta and replace(delta, layers=tuple(delta.layers[layer] for layer in layers)),
+        )
+
+
+def first_of_each(kinds: Iterable[Hashable]) -> tuple[int, ...]:
+    """The index of the first of each kind, in order."""
+    first: dict[Hashable, int] = {}
+    for index, kind in enumerate(kinds):
+        first.setdefault(kind, index)
+    return tuple(first.values())

@@ -1,4 +1,4 @@
-"""What comes back: ids from the engine (`TokenDelta`), text from the front end (`TextDelta`).
+"""What comes back: ids from the engine (`TokenDelta`), text from `frontend` (`TextDelta`).
 
 The two deltas are made once per token: as msgspec records in 0.2 us, as frozen dataclasses in 2.
 They hold no cycles, so the garbage collector need not look at them.
@@ -48,9 +48,9 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """New text of one sample, after detokenisation and stop strings.
+    """New text of one sample, after detokenization and stop strings.
 
-    Where the answer is parsed, `text` is what the user is to read, without thoughts and calls.
+    Where the output is parsed, `text` is the content, without reasoning and tool calls.
     """
 
     index: int
@@ -58,7 +58,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
-    num_tokens: int = 0  # made for it: those, and the stop token, which is not part of the answer
+    num_tokens: int = 0  # made for it: those, and the stop token, which is not part of the text
     logprobs: tuple[TokenLogprob, ...] = ()
     stop_logprob: TokenLogprob | None = None  # of the stop token
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from penstock.types.sampling import SamplingParams
+from penstock.types.step import Int32s
+from penstock.types.tenant import ANONYMOUS, Tenant
 
 
 class FinishReason(StrEnum):
@@ -34,37 +38,45 @@ class GenerateInput:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     chat: ChatOptions = ChatOptions()
-    parse_answer: bool = False  # take thoughts and tool calls out of the text
+    parse_output: bool = False  # take reasoning and tool calls out of the text
     sampling: SamplingParams = SamplingParams()
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str | None = None
+    tenant: Tenant = ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence for the engine: ids only, already checked against the limits.
 
-    `id` is unique over all front ends (see `request_id`). `stop_ids` end the sequence: the last
-    token of its deltas is then one of them, which the front end leaves out of the text. They hold
+    `id` is unique over all API servers (see `request_id`). `stop_ids` end the sequence: the last
+    token of its deltas is then one of them, which `frontend` leaves out of the text. They hold
     the model's EOS unless `ignore_eos`. `max_tokens` is always set.
     """
 
     id: int
-    prompt_ids: tuple[int, ...]
+    # Any integers when it is made. Kept and sent as an array: 4 bytes each, a tuple takes 40.
+    prompt_ids: Int32s = field(compare=False)
     sampling: SamplingParams
     max_tokens: int
     stop_ids: tuple[int, ...] = ()
-    priority: int = 0  # larger runs first
+    tenant: int = 0  # whose it is; the queue is fair between tenants
+    weight: float = 1.0  # of the tenant: its share against others that wait
+    priority: int = 0  # larger runs first, among those of its tenant
     cache_keys: tuple[
         str, ...
     ] = ()  # prefix blocks are shared only between equal keys (salt, adapter, ...)
-    report_every: int = 1  # output tokens per delta; the first one is reported at once
+    stream_interval: int = 1  # output tokens per delta; the first one is reported at once
     late_inputs: bool = False  # its sampling depends on what the commit before it finds
     leader: int | None = (
         None  # id of the sample of the same prompt whose prefix this one waits to share
     )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt_ids, np.ndarray):
+            object.__setattr__(self, "prompt_ids", np.array(self.prompt_ids, np.int32))
 
 
 _CLIENT_SHIFT = 40

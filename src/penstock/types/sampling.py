@@ -12,6 +12,19 @@ MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 1024  # tokens; every device row has room for as many as the widest request brought
 MAX_STOP_TOKEN_IDS = 1024
 _GREEDY_EPS = 1e-5
+BOUNDS: Mapping[str, tuple[float, float | None]] = {  # of single fields, both included
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, None),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-2, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_SAMPLES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +61,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _within("max_tokens", self.max_tokens, 1, None)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_p", self.top_p, 0.0, 1.0)
-        _within("top_k", self.top_k, -1, None)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("seed", self.seed, -(2**63), 2**63 - 1)
-        _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _within("n", self.n, 1, MAX_SAMPLES)
+        for name, (low, high) in BOUNDS.items():
+            _within(name, getattr(self, name), low, high)
         _within("best_of", self.best_of, self.n, MAX_SAMPLES)
         _within("stop", len(self.stop), 0, MAX_STOP_STRINGS)
         _within("logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
@@ -87,7 +91,7 @@ class SamplingParams:
 def _within(name: str, value: float | None, low: float, high: float | None) -> None:
     if value is None:
         return
-    bounds = f"at least {low}" if high is None else f"between {low} and {high}"
     is_number = isinstance(value, int) or math.isfinite(value)
     if not is_number or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise RequestError("invalid_value", f"{name} is {value}, it must be {bounds}", name)

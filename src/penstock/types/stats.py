@@ -14,8 +14,8 @@ class EngineCounters:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
-    kept_blocks: int = 0  # copied to host memory when their sequence was preempted
-    fetched_blocks: int = 0  # and back
+    swapped_out_blocks: int = 0  # to host memory, when their sequence was preempted
+    swapped_in_blocks: int = 0  # and back
     max_steps_in_flight: int = 0
     graph_replays: int = 0
     finished: int = 0

@@ -8,7 +8,7 @@ A *row* is the device slot of one running sequence, in [0, max_batch_size) of it
 rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -44,8 +44,8 @@ class Move(IntEnum):
     """From where to where a block is copied."""
 
     WITHIN = 0  # from one block of the cache to another
-    OUT = 1  # from a block to a place in host memory
-    IN = 2  # from a place to a block
+    SWAP_OUT = 1  # from a block to a block of host memory
+    SWAP_IN = 2  # and back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +118,10 @@ class LogprobRows:
     top_ids: Int32s  # [J, K]
     top_logprobs: Float32s  # [J, K]
 
+    @property
+    def has_nan(self) -> bool:
+        return bool(np.isnan(self.logprobs).any())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -125,7 +129,7 @@ class StepResult:
     middle chunk).
 
     `logprobs[i]` and `prompt_logprobs[i]` exist for the entries that asked, keyed by entry index.
-    `error` fails every request of the step.
+    `error` fails every request of the step, `failures[i]` the request of entry i alone: why.
     """
 
     step_id: int
@@ -134,3 +138,4 @@ class StepResult:
     logprobs: dict[int, LogprobRows]
     prompt_logprobs: dict[int, LogprobRows]
     error: str | None = None
+    failures: dict[int, str] = field(default_factory=dict)

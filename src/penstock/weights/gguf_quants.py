@@ -1,7 +1,7 @@
 """GGUF blocks -> integer codes, scales and minima, without loss: weight = scale * code + minimum.
 
 One function per type; each follows the block's C struct in the order of its bytes. Types that are
-no such sum (floats, those with tables) are not here and are unpacked to fp32 instead.
+no such sum (floats, those with tables) are not here and are dequantized to fp32 instead.
 
 Legend: R rows, B blocks of a row, S groups of a block, V values of a group or a part of it.
 """
@@ -14,24 +14,25 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from penstock.kernels.gemm import Codes
+from penstock.kernels.quantized_weight import QuantizedWeight
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Parts = tuple[NDArray[Any], Floats, Floats]  # codes [.., V], scales [.., S], minima [.., S]
 
 
-def codes_of(lines: Bytes, kind: GGMLQuantizationType) -> Codes | None:
+def quantized_rows(lines: Bytes, kind: GGMLQuantizationType) -> QuantizedWeight | None:
     """The rows in `lines`; None for a type that has no codes."""
     if kind not in _READERS:
         return None
     num_rows, _ = lines.shape
     blocks = lines.reshape(num_rows, -1, GGML_QUANT_SIZES[kind][1])
     codes, scales, minima = _READERS[kind](blocks)
-    return Codes(
+    return QuantizedWeight(
+        "affine",
         torch.from_numpy(np.ascontiguousarray(codes.reshape(num_rows, -1), np.int8)),
         torch.from_numpy(np.ascontiguousarray(scales.reshape(num_rows, -1), np.float32)),
-        torch.from_numpy(np.ascontiguousarray(minima.reshape(num_rows, -1), np.float32)),
+        minima_OG=torch.from_numpy(np.ascontiguousarray(minima.reshape(num_rows, -1), np.float32)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under the names of HF checkpoints, as codes or unpacked when read."""
+"""Tensors of a GGUF file under the names of HF checkpoints, read quantized or dequantized."""
 
 import re
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.hub.gguf import GgufFile, GgufTensor
-from penstock.kernels.gemm import Codes
-from penstock.weights.gguf_codes import codes_of
+from penstock.hub.gguf_file import GgufFile, GgufTensor
+from penstock.kernels.quantized_weight import QuantizedWeight
+from penstock.weights.gguf_quants import quantized_rows
 from penstock.weights.stored import StoredTensor
 
 _WHOLE = {
@@ -74,6 +74,10 @@ def _experts(
     assert found is not None
     layer, part, suffix = found.groups()
     num_experts, *rest = tensor.shape
+    if not rest or not num_experts or len(packed) % num_experts:
+        raise ConfigError(
+            f"tensor '{tensor.name}' has shape {tensor.shape}, no matrix for each expert"
+        )
     for number, lines in enumerate(np.split(packed, num_experts)):
         name = f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.{suffix}"
         rows = _Rows(lines, kind, tuple(rest), None)
@@ -90,7 +94,7 @@ def hf_name(name: str) -> str:
 
 
 def _row_order(file: GgufFile, tensor: GgufTensor) -> NDArray[np.int64] | None:
-    """Llama's queries and keys are stored for rotating neighbours; HF rotates halves."""
+    """Llama's queries and keys are stored for rotating neighbors; HF rotates halves."""
     metadata = file.metadata
     found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", tensor.name)
     if metadata["general.architecture"] != "llama" or found is None:
@@ -98,6 +102,10 @@ def _row_order(file: GgufFile, tensor: GgufTensor) -> NDArray[np.int64] | None:
     name = "head_count" if found[1] == "q" else "head_count_kv"
     num_heads = metadata.get(f"llama.attention.{name}", metadata["llama.attention.head_count"])
     num_rows = tensor.shape[0]
+    if not isinstance(num_heads, int) or num_heads < 1 or num_rows % (2 * num_heads):
+        raise ConfigError(
+            f"'{file.path}': tensor '{tensor.name}' has {num_rows} rows for {num_heads!s:.40} heads"
+        )
     pairs = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
 
@@ -120,17 +128,16 @@ class _Rows:
             np.ascontiguousarray(self._unpack(self._lines(part[0]))[:, part[1]])
         )
 
-    def codes(self, part: tuple[slice, ...]) -> Codes | None:
+    def quantized(self, part: tuple[slice, ...], device: torch.device) -> QuantizedWeight | None:
         """A part that begins or ends inside a block has none of its own."""
         values, size = gguf.GGML_QUANT_SIZES[self.kind]
         columns = range(*part[-1].indices(self.shape[-1]))
         if len(self.shape) != 2 or columns.start % values or columns.stop % values:
             return None
+        if device.type != "cpu":  # no GPU kernel reads these blocks: they are dequantized
+            return None
         blocks = slice(columns.start // values * size, columns.stop // values * size)
-        return codes_of(self._lines(part[0])[:, blocks], self.kind)
-
-    def coded(self, part: tuple[slice, ...], device: torch.device) -> None:
-        """On a GPU its codes are unpacked."""
+        return quantized_rows(self._lines(part[0])[:, blocks], self.kind)
 
     def _lines(self, rows: slice) -> NDArray[np.uint8]:
         return self.packed[rows] if self.order is None else self.packed[self.order[rows]]

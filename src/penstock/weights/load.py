@@ -13,18 +13,21 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock import log
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import RankMesh
 from penstock.parallel.parameter import PlacedParameter, UnreadParameter
 from penstock.parallel.shard import Piece
+from penstock.quantization.quant_config import FP8_CACHE
 from penstock.types.model_spec import ModelSpec
-from penstock.weights.coded import gathered
 from penstock.weights.mapping import Rules, Target
+from penstock.weights.quantized import gathered
 from penstock.weights.stored import StoredTensor, unstacked, wanted_dtypes
 from penstock.weights.stream import stream, weight_files
 
+_log = log.get(__name__)
 _MAX_LISTED = 20
-_MAX_DRAWN = 1 << 28  # numbers of 16 bits at a time that become 8-bit ones
+_MAX_DRAWN = 1 << 28  # 16-bit values at a time that become FP8 or INT8
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.02
 
@@ -41,7 +44,7 @@ class LoadableModel(Protocol):
 def load_weights(
     model: LoadableModel, folder: Path, spec: ModelSpec, mesh: RankMesh, progress: bool
 ) -> None:
-    """Copy this rank's share of the checkpoint in `folder` into `model`.
+    """Copy this rank's shard of the checkpoint in `folder` into `model`.
 
     What does not fit the model (missing, unexpected, wrong shape) is an error that names it.
     """
@@ -53,17 +56,21 @@ def load_weights(
         for part in range(len(_pieces(parameter)))
     }
     unexpected: dict[str, None] = {}  # in the order of the files, each once
+    # Scales of a KV cache of another format than FP8 would be wrong.
+    not_ours = set() if _has_fp8_cache(spec) else set(filter(rules.is_spare, parameters))
+    num_left = 0
     files = weight_files(folder)
     tensors = _watched(stream(files), files, progress and mesh.rank == 0)
-    if spec.quantization is not None and spec.quantization.codes is not None:
-        tensors = gathered(tensors, spec.quantization.codes)
+    if spec.quantization is not None and spec.quantization.weight_only is not None:
+        tensors = gathered(tensors, spec.quantization.weight_only)
     for name, tensor in _named(tensors, rules):
         target = rules.target(name)
         if target is None or target.parameter in shared:  # tied: its other name fills it
             continue
-        if target not in waiting:
+        if target not in waiting or target.parameter in not_ours:
             if not rules.is_spare(name):
                 unexpected[tensor.name] = None
+            num_left += target in waiting
             continue
         _copy(tensor, parameters[target.parameter], target.part)
         waiting.remove(target)
@@ -73,6 +80,12 @@ def load_weights(
             missing.add(rules.source(target))
         else:
             parameters[target.parameter].fill_(default)
+    if num_left and mesh.rank == 0:
+        _log.warning(
+            "%d scales of the KV cache are not used: the checkpoint does not say that they are "
+            "those of an FP8 cache; this run's have a scale of 1",
+            num_left,
+        )
     if missing or unexpected:
         raise ConfigError(
             f"the weights in '{folder}' are not those of {spec.architecture} as config.json "
@@ -107,6 +120,11 @@ def dummy_weights(model: LoadableModel, seed: int) -> None:
         _fill(parameter, mean, spread, generators[device])
 
 
+def _has_fp8_cache(spec: ModelSpec) -> bool:
+    """Whether the checkpoint is made for a KV cache in FP8."""
+    return spec.quantization is not None and spec.quantization.cache_dtype == FP8_CACHE
+
+
 def _typical(parameter: nn.Parameter) -> tuple[float, float] | None:
     placed = _placed(parameter)
     return placed.typical or (None if placed.default is None else (placed.default, 0.0))
@@ -118,7 +136,7 @@ def _fill(parameter: Tensor, mean: float, spread: float, generator: torch.Genera
         if parameter.dtype == torch.float32 and parameter.ndim == 2:
             parameter.copy_(parameter.bfloat16())  # as checkpoints have them
         return
-    # No 8-bit number is ever drawn; beyond the largest it would become another one, or NaN.
+    # torch draws no FP8 or INT8; beyond the largest a value would wrap around, or become NaN.
     is_float = parameter.dtype.is_floating_point
     limits = torch.finfo(parameter.dtype) if is_float else torch.iinfo(parameter.dtype)
     per_row = max(1, parameter.numel() // max(1, len(parameter)))
@@ -139,18 +157,18 @@ def _copy(tensor: StoredTensor, parameter: nn.Parameter, part: int) -> None:
         wanted = wanted_dtypes(parameter.dtype)
         expected = "config.json asks for floats"
         if len(wanted) == 1:
-            expected = f"its quantisation asks for {wanted[0]}"
+            expected = f"its quantization asks for {wanted[0]}"
         raise ConfigError(
             f"tensor '{tensor.name}' is stored as {tensor.dtype}, but {expected}; the checkpoint "
-            "does not say how (or which of) its layers are quantised"
+            "does not say how (or which of) its layers are quantized"
         )
-    num_extra = len(piece.shares) - len(tensor.shape)
+    num_extra = len(piece.shards) - len(tensor.shape)
     if isinstance(parameter, UnreadParameter):
         parameter.sources[part] = tensor
     elif tensor.shape == piece.full_shape[max(num_extra, 0) :]:  # the rest: its place in a stack
         if not piece.is_empty:
             parameter[piece.target].copy_(tensor.read(piece.source[num_extra:]))
-    else:  # a scale that is [] in one dialect and [1] in another
+    else:  # a scale that is [] in one format and [1] in another
         whole = tensor.read(tuple(slice(None) for _ in tensor.shape))
         parameter[piece.target].copy_(whole.reshape(piece.full_shape)[piece.source])
 

@@ -101,7 +101,7 @@ class Rules:
         return None
 
     def is_spare(self, name: str) -> bool:
-        """Whether a model may have no use for the tensor called `name`."""
+        """Whether a run may have no use for the tensor called `name`."""
         return any(
             isinstance(rule, Spare) and _has(name, rule.suffix, at_end=True) for rule in self.table
         )
@@ -200,8 +200,10 @@ DECODER_NAMES = rules(
     rename("post_attention_layernorm", "post_norm"),
     rename("k_proj.k_scale", "k_scale"),
     rename("v_proj.v_scale", "v_scale"),
-    spare("k_scale"),  # of a cache of 8-bit floats, which this run may not have
+    spare("k_scale"),  # of a quantized KV cache, which this run may not have
     spare("v_scale"),
+    spare("k_zero_point"),
+    spare("v_zero_point"),
 )
 
 # What most checkpoints call the parts of `layers.moe.MoE`; transformers 5 can stack the experts.

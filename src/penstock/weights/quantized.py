@@ -1,8 +1,8 @@
-"""Matrices of few bits in the layouts of checkpoints: several tensors become one, read as codes.
+"""Weight-only layouts of checkpoints (AWQ, GPTQ, NVFP4 ...): several tensors become one.
 
-A module's matrix lies in a file as codes, scales and more. `gathered` puts one tensor in their
-place, called as the matrix would be if it were not quantised. It gives codes or plain numbers of
-any rectangle that does not part a group.
+A module's matrix lies in a file as packed codes, scales and more. `gathered` puts one tensor in
+their place, called as the matrix would be if it were not quantized. It gives a `QuantizedWeight` of
+any rectangle that does not part a group, or dequantized values.
 
 Legend: O outputs, I inputs, G groups of inputs.
 """
@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.kernels.coded import Coded
-from penstock.kernels.coded.weights import FP4_GROUP, NF4_VALUES
-from penstock.kernels.gemm import Codes
-from penstock.types.model_spec import CodesSpec
+from penstock.kernels.quantized_weight import FP4_GROUP, NF4_VALUES, QuantizedWeight
+from penstock.types.model_spec import WeightOnlySpec
 from penstock.weights.stored import StoredTensor
 
 Members = Mapping[str, StoredTensor]
@@ -30,8 +28,8 @@ _INT8_UNIT = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
 _STATE = "weight.quant_state.bitsandbytes__"
 
 
-def gathered(tensors: Iterable[StoredTensor], spec: CodesSpec) -> Iterator[StoredTensor]:
-    """What is no part of a coded matrix as it comes, and then every coded matrix."""
+def gathered(tensors: Iterable[StoredTensor], spec: WeightOnlySpec) -> Iterator[StoredTensor]:
+    """Tensors that are no part of a quantized matrix as they come, then every quantized matrix."""
     layout = _LAYOUTS[spec.layout]
     modules: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
@@ -53,7 +51,7 @@ def _need(module: str, members: Members, *names: str) -> None:
         if name not in members:
             raise ConfigError(
                 f"the checkpoint has '{next(iter(members.values())).name}', but no "
-                f"'{module}.{name}' to go with it; it is not complete, or not quantised as its "
+                f"'{module}.{name}' to go with it; it is not complete, or not quantized as its "
                 "configuration says"
             )
 
@@ -66,7 +64,7 @@ class _Matrix:
     name: str
     shape: tuple[int, int]
     group: int
-    read: Callable[[slice, slice, torch.device], Coded]
+    read: Callable[[slice, slice, torch.device], QuantizedWeight]
 
     def __post_init__(self) -> None:
         if self.shape[1] % self.group:
@@ -76,44 +74,23 @@ class _Matrix:
             )
 
     def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
-        """Plain numbers. A part that cuts through groups is taken from whole ones."""
+        """Dequantized. A part that cuts through groups is taken from whole ones."""
         rows, columns = self._bounds(part)
         start = columns.start // self.group * self.group
-        coded = self.read(rows, slice(start, -(-columns.stop // self.group) * self.group), _CPU)
-        if coded.order_I is not None:
+        weight = self.read(rows, slice(start, -(-columns.stop // self.group) * self.group), _CPU)
+        if weight.order_I is not None:
             start = 0
-        return coded.values()[:, columns.start - start : columns.stop - start]
+        return weight.values()[:, columns.start - start : columns.stop - start]
 
-    def coded(self, part: tuple[slice, ...], device: torch.device) -> Coded | None:
+    def quantized(self, part: tuple[slice, ...], device: torch.device) -> QuantizedWeight | None:
         """None where the part cuts through groups of which there are several."""
         rows, columns = self._bounds(part)
         is_cut = columns.start % self.group or columns.stop % self.group
         if is_cut and self.group < self.shape[1]:
             return None
-        coded = self.read(rows, columns, device)
+        weight = self.read(rows, columns, device)
         is_whole = columns == slice(0, self.shape[1])
-        return coded if coded.order_I is None or is_whole else None
-
-    def codes(self, part: tuple[slice, ...]) -> Codes | None:
-        """As scale * code + minimum, where numbers are such sums."""
-        coded = self.coded(part, _CPU)
-        if coded is None or coded.kind in ("nf4", "e4m3") or coded.order_I is not None:
-            return None
-        scales_OG = coded.scales_OG.float()
-        if coded.outer_O is not None:
-            scales_OG = scales_OG * coded.outer_O[:, None]
-        if coded.kind == "fp4":  # halves, so twice the numbers are whole ones
-            doubled = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12), dtype=torch.int8)
-            codes_OI = torch.cat((doubled, -doubled))[coded.codes_OI.int()]
-            return Codes(codes_OI, scales_OG / 2, torch.zeros_like(scales_OG))
-        if coded.kind == "int8":
-            codes_OI, middle = (coded.codes_OI ^ 128).view(torch.int8), 128
-        else:
-            codes_OI, middle = coded.codes_OI.view(torch.int8), 0
-        zeros_OG = torch.full_like(scales_OG, 8 if coded.kind == "int4" else 128)
-        if coded.zeros_OG is not None:
-            zeros_OG = coded.zeros_OG.float()
-        return Codes(codes_OI, scales_OG, -scales_OG * (zeros_OG - middle))
+        return weight if weight.order_I is None or is_whole else None
 
     def _bounds(self, part: tuple[slice, ...]) -> tuple[slice, slice]:
         rows, columns = (slice(*p.indices(n)[:2]) for p, n in zip(part, self.shape, strict=True))
@@ -124,7 +101,7 @@ class _Matrix:
 class _Layout:
     members: re.Pattern[str]  # module and member of a tensor's name
     needed: tuple[str, ...]
-    matrix: Callable[[str, Members, CodesSpec], _Matrix]
+    matrix: Callable[[str, Members, WeightOnlySpec], _Matrix]
 
 
 def _unpacked(words: Tensor, bits: int, dim: int, order: tuple[int, ...] = ()) -> Tensor:
@@ -149,13 +126,13 @@ def _by_group(columns: slice, group: int) -> slice:
     return slice(columns.start // group, -(-columns.stop // group))
 
 
-def _awq(module: str, members: Members, spec: CodesSpec) -> _Matrix:
+def _awq(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """Codes are packed along outputs; everything is transposed."""
     qweight, qzeros, scales = (members[name] for name in ("qweight", "qzeros", "scales"))
-    num_inputs, num_outputs = qweight.shape[0], scales.shape[1]
-    group = spec.group or num_inputs
+    in_features, out_features = qweight.shape[0], scales.shape[1]
+    group = spec.group or in_features
 
-    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
         words, within = _in_words(rows, 8)
         groups = _by_group(columns, group)
         codes_IO, zeros_GO = (
@@ -163,27 +140,27 @@ def _awq(module: str, members: Members, spec: CodesSpec) -> _Matrix:
             for tensor, part in ((qweight, columns), (qzeros, groups))
         )
         scales_GO = scales.read((groups, rows)).to(device)
-        return Coded(
+        return QuantizedWeight(
             "int4", codes_IO.t().contiguous(), scales_GO.t().contiguous(), zeros_GO.t().contiguous()
         )
 
-    return _Matrix(module, (num_outputs, num_inputs), group, read)
+    return _Matrix(module, (out_features, in_features), group, read)
 
 
-def _gptq(module: str, members: Members, spec: CodesSpec) -> _Matrix:
+def _gptq(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """Codes are packed along inputs, zero points along outputs; everything is transposed.
 
     With `g_idx` inputs are in groups by its numbers, not by their own.
     """
     qweight, qzeros, scales = (members[name] for name in ("qweight", "qzeros", "scales"))
     bits, per_word = spec.bits, 32 // spec.bits
-    num_inputs, num_outputs = qweight.shape[0] * per_word, scales.shape[1]
-    group = spec.group or num_inputs
+    in_features, out_features = qweight.shape[0] * per_word, scales.shape[1]
+    group = spec.group or in_features
     order_I = _order(members.get("g_idx"), group)
 
-    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
         if order_I is not None:
-            columns = slice(0, num_inputs)
+            columns = slice(0, in_features)
         words, within = _in_words(columns, per_word)
         codes_IO = _unpacked(qweight.read((words, rows)).to(device), bits, 0)[within]
         if order_I is not None:
@@ -192,7 +169,7 @@ def _gptq(module: str, members: Members, spec: CodesSpec) -> _Matrix:
         words, within = _in_words(rows, per_word)
         zeros_GO = _unpacked(qzeros.read((groups, words)).to(device), bits, 1)[:, within]
         scales_GO = scales.read((groups, rows)).to(device)
-        return Coded(
+        return QuantizedWeight(
             "int4" if bits == 4 else "int8",
             codes_IO.t().contiguous(),
             scales_GO.t().contiguous(),
@@ -200,7 +177,7 @@ def _gptq(module: str, members: Members, spec: CodesSpec) -> _Matrix:
             order_I=None if order_I is None else order_I.to(device),
         )
 
-    return _Matrix(module, (num_outputs, num_inputs), group, read)
+    return _Matrix(module, (out_features, in_features), group, read)
 
 
 def _order(groups: StoredTensor | None, group: int) -> Tensor | None:
@@ -208,11 +185,11 @@ def _order(groups: StoredTensor | None, group: int) -> Tensor | None:
     if groups is None:
         return None
     groups_I = _whole(groups).long()
-    num_inputs = len(groups_I)
-    if torch.equal(groups_I, torch.arange(num_inputs) // group):
+    in_features = len(groups_I)
+    if torch.equal(groups_I, torch.arange(in_features) // group):
         return None
     order_I = groups_I.argsort(stable=True)
-    if not torch.equal(groups_I[order_I], torch.arange(num_inputs) // group):
+    if not torch.equal(groups_I[order_I], torch.arange(in_features) // group):
         raise ConfigError(
             f"'{groups.name}' does not put {group} inputs into each group; the checkpoint is "
             "damaged, or of a layout that is not known"
@@ -220,18 +197,18 @@ def _order(groups: StoredTensor | None, group: int) -> Tensor | None:
     return order_I
 
 
-def _packed(module: str, members: Members, spec: CodesSpec) -> _Matrix:
+def _packed(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """compressed-tensors: codes are packed along inputs, zero points along outputs."""
     packed, scales = members["weight_packed"], members["weight_scale"]
     zeros, bits, per_word = members.get("weight_zero_point"), spec.bits, 32 // spec.bits
-    num_outputs, num_inputs = (int(size) for size in _whole(members["weight_shape"]))
+    out_features, in_features = (int(size) for size in _whole(members["weight_shape"]))
     num_groups = scales.shape[1] if len(scales.shape) > 1 else 1
-    group = num_inputs // num_groups
+    group = in_features // num_groups
     order_I = _order(members.get("weight_g_idx"), group)
 
-    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
         if order_I is not None:
-            columns = slice(0, num_inputs)
+            columns = slice(0, in_features)
         words, within = _in_words(columns, per_word)
         codes_OI = _unpacked(packed.read((rows, words)).to(device), bits, 1)[:, within]
         if order_I is not None:
@@ -244,7 +221,7 @@ def _packed(module: str, members: Members, spec: CodesSpec) -> _Matrix:
                 zeros_OG = _unpacked(stored, bits, 0)[within]
             else:  # not packed, and with a sign
                 zeros_OG = (stored.int() + (1 << (bits - 1))).to(torch.uint8)
-        return Coded(
+        return QuantizedWeight(
             "int4" if bits == 4 else "int8",
             codes_OI.contiguous(),
             _expanded(scales.read((rows, groups)).to(device), codes_OI),
@@ -252,7 +229,7 @@ def _packed(module: str, members: Members, spec: CodesSpec) -> _Matrix:
             order_I=None if order_I is None else order_I.to(device),
         )
 
-    return _Matrix(module, (num_outputs, num_inputs), group, read)
+    return _Matrix(module, (out_features, in_features), group, read)
 
 
 def _expanded(scales: Tensor, codes_OI: Tensor) -> Tensor:
@@ -260,7 +237,7 @@ def _expanded(scales: Tensor, codes_OI: Tensor) -> Tensor:
     return scales.expand(len(codes_OI), scales.shape[-1]).contiguous()
 
 
-def _nvfp4(module: str, members: Members, spec: CodesSpec) -> _Matrix:
+def _nvfp4(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """ModelOpt's names, or those of compressed-tensors, whose scale of a matrix is a divisor."""
     scales = members["weight_scale"]
     if "weight_packed" in members:
@@ -270,52 +247,52 @@ def _nvfp4(module: str, members: Members, spec: CodesSpec) -> _Matrix:
     else:
         _need(module, members, "weight", "weight_scale_2")
         codes, outer = members["weight"], _whole(members["weight_scale_2"]).float()
-    num_outputs, num_inputs = codes.shape[0], 2 * codes.shape[1]
+    out_features, in_features = codes.shape[0], 2 * codes.shape[1]
 
-    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
         halves = slice(columns.start // 2, columns.stop // 2)
         pairs = codes.read((rows, halves)).to(device)
         codes_OI = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
         scales_OG = scales.read((rows, _by_group(columns, FP4_GROUP))).to(device)
         outer_O = outer.to(device).reshape(1).expand(len(codes_OI)).contiguous()
-        return Coded("fp4", codes_OI, scales_OG.contiguous(), outer_O=outer_O)
+        return QuantizedWeight("fp4", codes_OI, scales_OG.contiguous(), outer_O=outer_O)
 
-    return _Matrix(module, (num_outputs, num_inputs), FP4_GROUP, read)
+    return _Matrix(module, (out_features, in_features), FP4_GROUP, read)
 
 
-def _mxfp4(module: str, members: Members, spec: CodesSpec) -> _Matrix:
+def _mxfp4(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """compressed-tensors: scales are exponents of two, from -127 on."""
     codes, powers = members["weight_packed"], members["weight_scale"]
 
-    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
         pairs = codes.read((rows, slice(columns.start // 2, columns.stop // 2))).to(device)
         codes_OI = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
         powers_OG = powers.read((rows, _by_group(columns, spec.group))).to(device).int() - 127
         ones_OG = torch.ones_like(powers_OG, dtype=torch.float32)
-        return Coded("fp4", codes_OI, torch.ldexp(ones_OG, powers_OG))
+        return QuantizedWeight("fp4", codes_OI, torch.ldexp(ones_OG, powers_OG))
 
     return _Matrix(module, (codes.shape[0], 2 * codes.shape[1]), spec.group, read)
 
 
-def _fp8(module: str, members: Members, spec: CodesSpec) -> _Matrix:
+def _fp8(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """compressed-tensors: a scale for a matrix, an output, or a block of as many as a group."""
     values, scales = members["weight"], members["weight_scale"]
-    num_outputs, num_inputs = values.shape
-    group = spec.group or num_inputs
+    out_features, in_features = values.shape
+    group = spec.group or in_features
 
-    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
         codes_OI = values.read((rows, columns)).to(device).contiguous().view(torch.uint8)
         found = _whole(scales).float()
         if spec.group:
             found = found.repeat_interleave(group, dim=0)[rows, _by_group(columns, group)]
         elif found.numel() > 1:
             found = found.view(-1, 1)[rows]
-        return Coded("e4m3", codes_OI, _expanded(found.to(device), codes_OI))
+        return QuantizedWeight("e4m3", codes_OI, _expanded(found.to(device), codes_OI))
 
-    return _Matrix(module, (num_outputs, num_inputs), group, read)
+    return _Matrix(module, (out_features, in_features), group, read)
 
 
-def _bitsandbytes(module: str, members: Members, spec: CodesSpec) -> _Matrix:
+def _bitsandbytes(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     if spec.bits == 8:
         _need(module, members, "SCB")
         return _bitsandbytes_int8(module, members)
@@ -326,21 +303,21 @@ def _bitsandbytes(module: str, members: Members, spec: CodesSpec) -> _Matrix:
         raise ConfigError(f"the checkpoint has no '{module}.{_STATE}nf4' to go with '{codes.name}'")
     try:
         state = json.loads(bytes(_whole(members[state_name]).tolist()))
-        num_outputs, num_inputs = state["shape"]
+        out_features, in_features = state["shape"]
         group = int(state["blocksize"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot read '{members[state_name].name}': {error!r}") from error
     table = _whole(members["weight.quant_map"]).float()
-    if not torch.equal(table, torch.tensor(NF4_VALUES)) or num_inputs % group:
+    if not torch.equal(table, torch.tensor(NF4_VALUES)) or in_features % group:
         raise ConfigError(
             f"'{codes.name}' has numbers of type {state.get('quant_type')} in blocks of {group}, a "
-            f"row {num_inputs}; of the codes of bitsandbytes nf4 is supported, with rows of whole "
+            f"row {in_features}; of the codes of bitsandbytes nf4 is supported, with rows of whole "
             "blocks"
         )
 
-    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
-        num_rows, num_groups = rows.stop - rows.start, num_inputs // group
-        per_row = num_inputs // 2
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
+        num_rows, num_groups = rows.stop - rows.start, in_features // group
+        per_row = in_features // 2
         part = slice(rows.start * per_row, rows.stop * per_row)
         stored = codes.read((part, slice(None))[: len(codes.shape)]).to(device)
         pairs = stored.reshape(num_rows, per_row)[:, columns.start // 2 : columns.stop // 2]
@@ -348,9 +325,9 @@ def _bitsandbytes(module: str, members: Members, spec: CodesSpec) -> _Matrix:
         blocks = slice(rows.start * num_groups, rows.stop * num_groups)
         scales = _absmax(members, absmax, blocks, state).to(device)
         scales_OG = scales.view(num_rows, num_groups)[:, _by_group(columns, group)]
-        return Coded("nf4", codes_OI, scales_OG.contiguous())
+        return QuantizedWeight("nf4", codes_OI, scales_OG.contiguous())
 
-    return _Matrix(module, (num_outputs, num_inputs), group, read)
+    return _Matrix(module, (out_features, in_features), group, read)
 
 
 def _absmax(members: Members, absmax: StoredTensor, blocks: slice, state: dict) -> Tensor:
@@ -371,14 +348,16 @@ def _bitsandbytes_int8(module: str, members: Members) -> _Matrix:
             f"'{codes.name}' is stored in an order for one generation of GPUs; "
             "save it with a newer bitsandbytes"
         )
-    num_outputs, num_inputs = codes.shape
+    out_features, in_features = codes.shape
 
-    def read(rows: slice, columns: slice, device: torch.device) -> Coded:
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
         stored = codes.read((rows, columns)).to(device)
         scales_O = scales.read((rows,)).float().to(device)
-        return Coded("int8", stored.view(torch.uint8) ^ 128, scales_O[:, None] * _INT8_UNIT)
+        return QuantizedWeight(
+            "int8", stored.view(torch.uint8) ^ 128, scales_O[:, None] * _INT8_UNIT
+        )
 
-    return _Matrix(module, (num_outputs, num_inputs), num_inputs, read)
+    return _Matrix(module, (out_features, in_features), in_features, read)
 
 
 def _members(*names: str) -> re.Pattern[str]:

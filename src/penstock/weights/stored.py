@@ -8,8 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from penstock.kernels.coded import Coded
-from penstock.kernels.gemm import Codes
+from penstock.kernels.quantized_weight import QuantizedWeight
 from penstock.weights.mapping import Unstack
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E8M0")  # the last: powers of two, for scales
@@ -21,9 +20,10 @@ class Slices(Protocol):
 
 
 @runtime_checkable
-class CodedSlices(Slices, Protocol):
-    def codes(self, part: tuple[slice, ...]) -> Codes | None: ...
-    def coded(self, part: tuple[slice, ...], device: torch.device) -> Coded | None: ...
+class QuantizedSlices(Slices, Protocol):
+    def quantized(
+        self, part: tuple[slice, ...], device: torch.device
+    ) -> QuantizedWeight | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,14 @@ class StoredTensor:
         """May be a view into the mapped file: copy it before the stream moves on."""
         return self._slices[part]
 
-    def read_codes(self, part: tuple[slice, ...]) -> Codes | None:
-        """The same without unpacking; None where there are no codes or `part` cuts through them."""
-        return self._slices.codes(part) if isinstance(self._slices, CodedSlices) else None
-
-    def read_coded(self, part: tuple[slice, ...], device: torch.device) -> Coded | None:
-        """The same, on `device` and in the form that kernels of a GPU have codes in."""
-        return self._slices.coded(part, device) if isinstance(self._slices, CodedSlices) else None
+    def read_quantized(
+        self, part: tuple[slice, ...], device: torch.device
+    ) -> QuantizedWeight | None:
+        """The same without dequantizing, on `device`; None where it is not quantized, or where
+        `part` cuts through groups."""
+        if not isinstance(self._slices, QuantizedSlices):
+            return None
+        return self._slices.quantized(part, device)
 
 
 def wanted_dtypes(dtype: torch.dtype) -> tuple[str, ...]:

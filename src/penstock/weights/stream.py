@@ -1,6 +1,5 @@
 """Reads a checkpoint's tensors one at a time from the mapped files; a part costs only that part."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ConfigError
-from penstock.hub.gguf import is_gguf
+from penstock.hub.files import has_file, read_json, require_regular
+from penstock.hub.gguf_file import is_gguf
 from penstock.weights.stored import StoredTensor
 
 _INDEX = "model.safetensors.index.json"
@@ -20,7 +20,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if is_gguf(folder):
         return (folder,)
     index = folder / _INDEX
-    if index.is_file():
+    if has_file(index):
         files = _indexed_files(index)
     else:
         files = tuple(
@@ -33,6 +33,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
             f"no *.safetensors in '{folder}'; other weight formats are not read, "
             "convert the checkpoint or use load_format=dummy"
         )
+    for file in files:
+        require_regular(file)
     return files
 
 
@@ -40,7 +42,9 @@ def stream(files: tuple[Path, ...]) -> Iterator[StoredTensor]:
     """Every tensor of every file, in the order of the bytes on disk."""
     for file in files:
         if is_gguf(file):
-            from penstock.weights.gguf import stream_gguf  # only now, it loads the gguf package
+            from penstock.weights.gguf_tensors import (
+                stream_gguf,  # only now, it loads the gguf package
+            )
 
             yield from stream_gguf(file)
             continue
@@ -56,14 +60,17 @@ def stream(files: tuple[Path, ...]) -> Iterator[StoredTensor]:
 
 
 def _indexed_files(index: Path) -> tuple[Path, ...]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"'{index}' is not a weight index: {error!r}") from error
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ConfigError(
+            f"'{index}' is not a weight index: weight_map must be an object that names a file for "
+            "each tensor; fetch it again, or remove it to read every *.safetensors of the folder"
+        )
+    names = sorted(set(places.values()))
     for name in names:
-        if Path(name).name != name:
+        if Path(name).name != name or "\0" in name:
             raise ConfigError(f"'{index}' names '{name}', which is not a file of the same folder")
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [name for name in names if not (index.parent / name).exists()]
     if missing:
         raise ConfigError(
             f"'{index.parent}' lacks {len(missing)} of {len(names)} weight files: "

@@ -10,10 +10,12 @@ from pathlib import Path
 import fake_engine
 import pytest
 import tiny_tokenizers
+from msgspec.structs import replace
 
 from penstock import LLM, SamplingParams
 from penstock.errors import BackendError, RequestError
-from penstock.frontend import engine as engine_module
+from penstock.frontend import engine_handle as engine_module
+from penstock.frontend.client import EngineClient
 from penstock.types.request import ChatOptions, FinishReason
 
 PARAMS = SamplingParams(max_tokens=5)
@@ -157,8 +159,8 @@ def test_a_dying_engine_is_an_error_not_a_hang(folder, monkeypatch):
 def test_a_script_that_forgets_shutdown_ends_cleanly(folder):
     code = (
         "from penstock import LLM, SamplingParams\n"
-        "from penstock.frontend import engine\n"
-        "engine.ENGINE_MODULE = 'fake_engine'\n"
+        "from penstock.frontend import engine_handle\n"
+        "engine_handle.ENGINE_MODULE = 'fake_engine'\n"
         f"llm = LLM(model={str(folder)!r})\n"
         "print(llm.generate('ab', SamplingParams(max_tokens=2)).usage.prompt_tokens)\n"
         "import sys; assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
@@ -173,3 +175,14 @@ def test_a_script_that_forgets_shutdown_ends_cleanly(folder):
     )
     assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_sampling_params_the_models_defaults_are_used(llm, monkeypatch):
+    own = {"max_tokens": 3, "temperature": 0.25}
+    info = replace(llm._pipeline.client.info, default_sampling=own)
+    monkeypatch.setattr(EngineClient, "info", info)
+    assert llm.get_default_sampling_params() == SamplingParams(max_tokens=3, temperature=0.25)
+    assert llm.generate("abc").usage.completion_tokens == 3
+    assert llm.generate_async("abc").result(10).usage.completion_tokens == 3
+    # those given are taken as they are
+    assert llm.generate("abc", SamplingParams(max_tokens=4)).usage.completion_tokens == 4

@@ -19,12 +19,12 @@ from scripted_http import ScriptedHttp, chunked, completion, http
 from penstock.bench.http import HttpClient, _Connection
 from penstock.bench.load import Arrivals, ask_one, send_all
 from penstock.bench.openai import AnswerReader, BodyOptions, body_of
-from penstock.bench.records import Answer, Ask
+from penstock.bench.records import Ask, Response
 from penstock.errors import ConfigError
 
 
-def ask(server: ScriptedHttp, is_stream: bool = True) -> Answer:
-    async def run() -> Answer:
+def ask(server: ScriptedHttp, is_stream: bool = True) -> Response:
+    async def run() -> Response:
         client = HttpClient(server.url, {})
         try:
             return await ask_one(client, client.post_request("/v1/x", b"{}"), is_stream)
@@ -61,22 +61,22 @@ def test_an_answer_is_the_same_wherever_the_bytes_are_cut(end, cuts):
     reader = AnswerReader(is_stream=True)
     asyncio.run(connection.exchange(b"", reader))
     reader.end()
-    answer = reader.answer
-    assert answer.text == "".join(TEXTS)
-    assert (answer.num_chunks, answer.num_output, answer.num_prompt) == (len(TEXTS), 5, 7)
-    assert answer.started_at <= answer.first_at <= answer.last_at
-    assert math.isclose(answer.first_at + sum(answer.gaps_s), answer.last_at)
+    response = reader.response
+    assert response.text == "".join(TEXTS)
+    assert (response.num_chunks, response.num_output, response.num_prompt) == (len(TEXTS), 5, 7)
+    assert response.started_at <= response.first_at <= response.last_at
+    assert math.isclose(response.first_at + sum(response.gaps_s), response.last_at)
     assert connection.is_usable
 
 
 def test_times_are_those_of_the_chunks():
     with ScriptedHttp(lambda path, body: completion(4), pause_s=0.05) as server:
-        answer = ask(server)
-    assert answer.error is None
-    assert len(answer.gaps_s) == 3
-    assert all(0.04 < gap < 0.2 for gap in answer.gaps_s)
-    assert 0.04 < answer.ttft_s < 0.2  # the head comes a pause earlier, and is no token
-    assert math.isclose(answer.latency_s, answer.ttft_s + sum(answer.gaps_s))
+        response = ask(server)
+    assert response.error is None
+    assert len(response.gaps_s) == 3
+    assert all(0.04 < gap < 0.2 for gap in response.gaps_s)
+    assert 0.04 < response.ttft_s < 0.2  # the head comes a pause earlier, and is no token
+    assert math.isclose(response.latency_s, response.ttft_s + sum(response.gaps_s))
 
 
 def test_the_openai_package_measures_the_same():
@@ -86,10 +86,10 @@ def test_the_openai_package_measures_the_same():
         for chunk in client.completions.create(model="m", prompt="p", stream=True):
             if chunk.choices:
                 times.append(time.perf_counter())
-        answer = ask(server)
-    assert answer.num_chunks == len(times) == 20
-    assert answer.last_at - answer.first_at == pytest.approx(times[-1] - times[0], rel=0.2)
-    assert 0.02 < answer.ttft_s < times[0] - begun + 0.05
+        response = ask(server)
+    assert response.num_chunks == len(times) == 20
+    assert response.last_at - response.first_at == pytest.approx(times[-1] - times[0], rel=0.2)
+    assert 0.02 < response.ttft_s < times[0] - begun + 0.05
 
 
 def test_a_chat_counts_what_is_said_thought_or_called_but_not_who_speaks():
@@ -102,9 +102,9 @@ def test_a_chat_counts_what_is_said_thought_or_called_but_not_who_speaks():
     events = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
     events.append('data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
     with ScriptedHttp(lambda path, body: chunked(*events, "data: [DONE]\n\n")) as server:
-        answer = ask(server)
-    assert (answer.error, answer.text, answer.num_chunks) == (None, "hm yes", 4)
-    assert answer.num_output is None
+        response = ask(server)
+    assert (response.error, response.text, response.num_chunks) == (None, "hm yes", 4)
+    assert response.num_output is None
 
 
 def test_a_whole_answer_has_one_time():
@@ -114,17 +114,17 @@ def test_a_whole_answer_has_one_time():
     }
     body = json.dumps(reply, indent=2).encode()
     with ScriptedHttp(lambda path, asked: [http(body)]) as server:
-        answer = ask(server, is_stream=False)
-    assert (answer.text, answer.num_output, answer.tokens_per_step) == ("yes", 2, 1.5)
-    assert answer.ttft_s == answer.latency_s > 0
-    assert not answer.gaps_s
+        response = ask(server, is_stream=False)
+    assert (response.text, response.num_output, response.tokens_per_step) == ("yes", 2, 1.5)
+    assert response.ttft_s == response.latency_s > 0
+    assert not response.gaps_s
 
 
 def test_a_body_may_end_with_the_connection():
     reply = b'HTTP/1.0 200 OK\r\n\r\n{"choices":[{"text":"x"}]}'
     with ScriptedHttp(lambda path, body: [reply, None]) as server:
-        answer = ask(server, is_stream=False)
-    assert (answer.error, answer.text) == (None, "x")
+        response = ask(server, is_stream=False)
+    assert (response.error, response.text) == (None, "x")
 
 
 @pytest.mark.parametrize(
@@ -138,19 +138,19 @@ def test_a_body_may_end_with_the_connection():
         (chunked(USAGE + "\n\n", "data: [DONE]\n\n"), "the stream was empty"),
         ([*completion(3)[:2], None], "closed before the answer's end"),
         (chunked('data: {"error": {"message": "out of memory"}}\n\n'), "out of memory"),
-        (chunked("data: {nonsense\n\n"), r"not an answer .*: +\{nonsense"),
+        (chunked("data: {nonsense\n\n"), r"not a response .*: +\{nonsense"),
         ([b"SSH-2.0-OpenSSH\r\n"], "HTTP"),
     ],
 )
 def test_what_goes_wrong_is_told(pieces, complaint):
     with ScriptedHttp(lambda path, body: pieces) as server:
-        answer = ask(server)
-    assert answer.error is not None
-    assert re.search(complaint, answer.error), answer.error
+        response = ask(server)
+    assert response.error is not None
+    assert re.search(complaint, response.error), response.error
 
 
 def test_a_server_that_is_not_there_is_told():
-    async def run() -> Answer:
+    async def run() -> Response:
         client = HttpClient("127.0.0.1:1", {})
         return await ask_one(client, client.post_request("/", b"{}"))
 
@@ -198,7 +198,7 @@ def load(server: ScriptedHttp, num: int, limit: int | None, times_s: list[float]
 def test_no_more_requests_run_than_the_limit_and_connections_are_used_again():
     with ScriptedHttp(lambda path, body: completion(2), pause_s=0.005) as server:
         outcome = load(server, 20, limit=4)
-    assert [one.error for one in outcome.answers] == [None] * 20
+    assert [one.error for one in outcome.responses] == [None] * 20
     assert server.most_open == 4
     assert server.num_connections == 4
     assert sorted(body["i"] for body in server.bodies) == list(range(20))
@@ -234,14 +234,14 @@ def test_a_kept_connection_that_the_server_has_closed_is_opened_again():
 
     with ScriptedHttp(script) as server:
         outcome = load(server, 8, limit=1)
-    assert [one.error for one in outcome.answers] == [None] * 8
+    assert [one.error for one in outcome.responses] == [None] * 8
     assert server.num_connections == 6
 
 
 def test_requests_begin_at_their_times():
     with ScriptedHttp(lambda path, body: completion(1)) as server:
         outcome = load(server, 3, None, [0.0, 0.1, 0.3])
-    begun = [one.started_at - outcome.begun_at for one in outcome.answers]
+    begun = [one.started_at - outcome.begun_at for one in outcome.responses]
     assert np.allclose(begun, [0.0, 0.1, 0.3], atol=0.08)
 
 
@@ -257,11 +257,11 @@ def test_gaps_between_arrivals_have_the_mean_and_the_spread_asked_for(burstiness
 def test_as_many_files_may_be_open_as_requests_run():
     program = """
 import resource
-from penstock.bench.serve import _allow_connections
+from penstock.bench.http import allow_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))
-_allow_connections(300)
+allow_connections(300)
 assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 300
-_allow_connections(5000)
+allow_connections(5000)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

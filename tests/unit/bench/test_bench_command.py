@@ -14,6 +14,8 @@ def server():
         server.paths.append(path)
         if path == "/perf_metrics":
             return [http(b'[{"request_id": 1}]')]
+        if path == "/v1/models":
+            return [http(server.models)]
         if path in ("/start_profile", "/stop_profile"):
             return [http(b"{}")]
         if body.get("prompt") == server.refused:
@@ -22,11 +24,16 @@ def server():
 
     with ScriptedHttp(script) as server:
         server.paths, server.refused = [], None
+        server.models = b'{"object": "list", "data": [{"id": "tiny", "object": "model"}]}'
         yield server
 
 
 def call(server: ScriptedHttp, *argv: object, entry=main) -> int:
-    common = ["--model", "tiny", "--base-url", server.url, "--random-output-len", "3"]
+    return call_without_model(server, "--model", "tiny", *argv, entry=entry)
+
+
+def call_without_model(server: ScriptedHttp, *argv: object, entry=main) -> int:
+    common = ["--base-url", server.url, "--random-output-len", "3"]
     common += ["--dataset-name", "random-ids", "--random-input-len", "5", "--num-prompts", "4"]
     command = ["bench", "serve"] if entry is main else []
     with pytest.raises(SystemExit) as ended:
@@ -44,12 +51,35 @@ def test_the_key_is_sent_and_never_printed(server, capsys, monkeypatch):
     assert "secret" not in said.out + said.err
 
 
+def test_without_a_name_the_model_that_is_served_is_taken(server, capsys):
+    assert call_without_model(server, "--api-key", "secret") == 0
+    assert capsys.readouterr().out.startswith(f"tiny at {server.url}")
+    assert server.paths[0] == "/v1/models" and "Bearer secret" in server.heads[0]
+    assert {body["model"] for body in server.bodies if body} == {"tiny"}
+    server.models = b'{"data": []}'
+    assert call_without_model(server) == 2
+    assert "/v1/models names no model (status 200); set --model" in capsys.readouterr().err
+    assert call_without_model(server, "--base-url", "http://127.0.0.1:9") == 1
+    assert "127.0.0.1" in capsys.readouterr().err
+
+
 def test_the_modules_entry_point_is_the_same_command(server, capsys):
     assert call(server, entry=benchmark_serving) == 0
     out = capsys.readouterr().out
     assert out.startswith("Namespace(backend='openai'")
     assert "Successful requests:                     4" in out
     assert len(server.bodies) == 5  # one ahead
+
+
+def test_our_own_spelling_begins_with_a_line_for_people(server, capsys):
+    assert call(server, "--max-concurrency", "2") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        f"tiny at {server.url}/v1/completions: 4 prompts, at most 2 at once, dataset random-ids "
+        "(5 tokens in, 3 out), seed 0"
+    )
+    assert call(server, "--request-rate", "50") == 0
+    assert "4 prompts, all at once, 50 per second" in capsys.readouterr().out
 
 
 def test_some_failures_are_told_before_the_table_and_left_out_of_it(server, tmp_path, capsys):

@@ -70,8 +70,8 @@ def test_text_is_sent_unless_ids_are_wanted(tokenizer):
 
 @pytest.fixture
 def conversations(tmp_path):
-    def talk(question: str, answer: str) -> dict:
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    def talk(question: str, response: str) -> dict:
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": response}]
         return {"conversations": turns}
 
     rows = [

@@ -11,15 +11,15 @@ import pytest
 from penstock.bench.figures import as_json, details_as_json, figures_of
 from penstock.bench.layout import failures, table
 from penstock.bench.load import Outcome, Tally
-from penstock.bench.records import Answer, Ask
+from penstock.bench.records import Ask, Response
 
 RECIPES = Path(__file__).parents[4] / "shared" / "recipes"
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
-def answer(started: float, chunks: list[float], num_output: int | None, **more) -> Answer:
+def response(started: float, chunks: list[float], num_output: int | None, **more) -> Response:
     gaps = array("d", np.diff(chunks).tolist())
-    return Answer(
+    return Response(
         started_at=started, first_at=chunks[0], last_at=chunks[-1], gaps_s=gaps, text="x " * 3,
         num_output=num_output, **more,
     )  # fmt: skip
@@ -27,10 +27,10 @@ def answer(started: float, chunks: list[float], num_output: int | None, **more) 
 
 # Five tokens in three chunks; one token; one that the server does not count; one that failed.
 ANSWERS = [
-    answer(10.0, [10.5, 11.0, 12.0], 5, tokens_per_step=2.0, num_prompt=100),
-    answer(10.0, [10.25], 1, num_prompt=50),
-    answer(11.0, [11.5, 13.5], None),
-    Answer(started_at=10.0, error="status 500: no"),
+    response(10.0, [10.5, 11.0, 12.0], 5, tokens_per_step=2.0, num_prompt=100),
+    response(10.0, [10.25], 1, num_prompt=50),
+    response(11.0, [11.5, 13.5], None),
+    Response(started_at=10.0, error="status 500: no"),
 ]
 ASKS = [Ask(prompt="p", num_input=n, max_tokens=5) for n in (100, 50, 10, 7)]
 
@@ -119,8 +119,8 @@ def test_quantiles_and_time_line_hold_the_whole_run():
 def test_what_looks_wrong_is_said():
     said = "\n".join(make_figures(ignore_eos=True).warnings)
     assert "busy 95% of the time and up to 0 ms late" in said
-    assert "did not count 1 answers" in said
-    assert "2 answers are shorter than was asked for" in said
+    assert "did not count 1 responses" in said
+    assert "2 responses are shorter than was asked for" in said
     assert "input tokens" not in said
     ANSWERS[0].num_prompt = 150
     ANSWERS[1].text = ""
@@ -129,7 +129,7 @@ def test_what_looks_wrong_is_said():
     finally:
         ANSWERS[0].num_prompt, ANSWERS[1].text = 100, "x"
     assert "counts +25.0% input tokens" in said
-    assert "1 answers have no text" in said
+    assert "1 responses have no text" in said
     assert "shorter" not in said
 
 

@@ -126,7 +126,7 @@ def test_files_without_our_extras_are_drawn_as_far_as_they_go(tmp_path):
     assert pictures(text) == []
 
 
-def test_one_load_has_one_colour_and_one_series_one_dash(tmp_path):
+def test_one_load_has_one_color_and_one_series_one_dash(tmp_path):
     for name in "ab":
         for level in (1, 2, 4, 8, 16):
             write(tmp_path / name / f"{level}.json", 1.0, level)
@@ -135,10 +135,8 @@ def test_one_load_has_one_colour_and_one_series_one_dash(tmp_path):
     assert names[:6] == ["a, 1", "a, 4", "a, 16", "b, 1", "b, 4", "b, 16"]
     [*_, last] = pictures(text)
     lines = last.findall(".//s:path[@class='line']", NAMESPACE)
-    colours, dashes = (
-        [line.get(name) for line in lines] for name in ("stroke", "stroke-dasharray")
-    )
-    assert colours[:3] == colours[3:] and len(set(colours)) == 3
+    colors, dashes = ([line.get(name) for line in lines] for name in ("stroke", "stroke-dasharray"))
+    assert colors[:3] == colors[3:] and len(set(colors)) == 3
     assert len(set(dashes[:3])) == len(set(dashes[3:])) == 1 and len(set(dashes)) == 2
 
 

@@ -1,10 +1,12 @@
 """What runs on a GPU is checked as far as a machine without one can: its runner, its recipes."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
@@ -15,6 +17,7 @@ from shapes import SHAPES
 
 from penstock.config.load import load_config
 
+GPU = Path(__file__).parents[2] / "gpu"
 SHARED = Path(__file__).parents[4] / "shared" / "recipes"
 FILES = {
     "gpt-oss-120b": ("gpt-oss.md", 0),
@@ -30,6 +33,46 @@ def test_every_part_has_its_script_and_a_name_of_its_own():
     scripts = [Path(part.command[0]) for part in parts if not part.command[0].startswith("-")]
     assert scripts and all(script.is_file() for script in scripts)
     assert [part.name for part in parts if part.is_alone] == ["engine trace"]
+
+
+def test_every_check_is_a_part_or_named_as_none():
+    """Under pytest, too: `tests/gpu/test_checks.py` makes a test of each of these parts."""
+    there = {path.name for path in GPU.glob("*_check.py")}
+    run = {Path(part.command[0]).name for part in runner.parts()} & there
+    assert len(run) > 8 and there - run == set(re.findall(r"\w+_check\.py", runner.__doc__))
+
+
+def test_a_failed_part_says_what_failed_before_anything_else(tmp_path):
+    part = runner.Part("one two", ("-c", "print('FAIL a\\nok b'); raise SystemExit(1)"))
+    assert runner.run(part, tmp_path)[1] == "code 1"
+    assert runner.complaints(part, tmp_path) == ["FAIL a"]
+    crash = runner.Part("crash", ("-c", "raise ValueError('no driver')"))
+    assert runner.run(crash, tmp_path)[1] == "code 1"
+    assert runner.complaints(crash, tmp_path)[-1] == "ValueError: no driver"
+
+
+def test_parts_find_the_package_of_this_tree(tmp_path, monkeypatch):
+    """Where nothing is installed and nobody set PYTHONPATH."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    part = runner.Part("where", ("-c", "import penstock; print(penstock.__file__)"))
+    assert runner.run(part, tmp_path)[1] == ""
+    assert (tmp_path / "where.log").read_text().startswith(str(runner.ROOT / "src"))
+
+
+def test_tests_on_a_gpu_are_marked_and_skipped_without_one():
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [*command, *(["--collect-only"] if torch.cuda.is_available() else []), str(GPU)],
+        capture_output=True, text=True, check=False, cwd=runner.ROOT,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout
+    if not torch.cuda.is_available():
+        assert "needs a CUDA device" in ran.stdout and " passed" not in ran.stdout
+    not_marked = subprocess.run(
+        [*command[:-4], "-m", "not gpu", "--collect-only", str(GPU)],
+        capture_output=True, text=True, check=False, cwd=runner.ROOT,
+    )  # fmt: skip
+    assert not_marked.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, not_marked.stdout
 
 
 def test_a_part_that_fails_or_hangs_is_named_and_ends(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The table's own parts: floors, what is read from a trace, experts counted, the even load."""
 
 import json
+import re
 import socketserver
 import sys
 import threading
@@ -11,17 +12,32 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
-from decode_profile import Span, decoding_engine, exclusive, lines_of, short, whole_steps
-from floors import Matrix, floors_of
+from activated_experts import count_activated
+from decode_profile import (
+    EXPERT_KERNELS,
+    FIRST_KERNEL,
+    GEMM,
+    MEMORY_KERNELS,
+    Span,
+    bytes_of,
+    decoding_engine,
+    exclusive,
+    lines_of,
+    short,
+    whole_steps,
+)
+from results import Figure, read_runs, row_result, this_run, write_run
+from roofline import Matrix, roofline_of
 from shapes import DENSE, MOE, ROWS, SHAPES, model_folder
 from sse_client import request_bytes
 from steady_load import load
 from table import compare, expected_s, parse, run_rows, show
-from touched import count_touched
 
+import penstock
 from penstock.config.schema import EngineConfig
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.coded import pack_coded, random_coded
+from penstock.kernels.gemm.wna16_packing import pack_gpu
+from penstock.kernels.quantized_weight import random_quantized
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
@@ -60,7 +76,7 @@ def test_a_shape_is_that_of_the_model(shape):
 
 @pytest.mark.parametrize("name", KNOWN_FLOORS)
 def test_floors_computed_from_the_shape_are_the_known_ones(name):
-    floors = floors_of(ROWS[name]).figures([32, 256], 1024, 1024)
+    floors = roofline_of(ROWS[name]).figures([32, 256], 1024, 1024)
     tpot, c32, c256 = KNOWN_FLOORS[name]
     known = {"tpot1_ms": tpot, "c32_tok_s": c32, "c256_tok_s": c256}
     assert {key: floors[key] for key in known} == pytest.approx(known, rel=0.025)
@@ -75,22 +91,22 @@ def test_the_weights_of_a_floor_are_those_that_the_engine_holds(name):
     model = build_model(spec, RankMesh.single(), torch.bfloat16, nowhere, get_backend("reference"))
     held = sum(parameter.num_bytes for parameter in model.parameters())
     embedding = 2 * row.config["vocab_size"] * row.config["hidden_size"]
-    assert held == pytest.approx(floors_of(row).weight_bytes + embedding, rel=0.003)
+    assert held == pytest.approx(roofline_of(row).weight_bytes + embedding, rel=0.003)
 
 
 @pytest.mark.parametrize(
     "name, kind, group", [("70b-nvfp4-kv8", "fp4", 16), ("70b-awq-kv8", "int4", 128)]
 )
 def test_the_codes_of_a_floor_are_those_that_kernels_read(name, kind, group):
-    coded = random_coded(kind, 256, 2048, group, kind == "int4", torch.device("cpu"))
-    held = pack_coded([coded], keeps_zeros=True)
+    coded = random_quantized(kind, 256, 2048, group, kind == "int4", torch.device("cpu"))
+    held = pack_gpu([coded], keeps_zeros=True)
     assert held is not None
-    (found,) = {matrix.kind for matrix in floors_of(ROWS[name]).matrices[:-1]}
+    (found,) = {matrix.kind for matrix in roofline_of(ROWS[name]).matrices[:-1]}
     assert held.num_bytes == pytest.approx(Matrix("", 256, 2048, found).num_bytes, rel=0.01)
 
 
 def test_attention_that_is_left_plain_beside_coded_experts_is_read_as_such():
-    dense, experts = (floors_of(ROWS["r1-13-layers-nvfp4"]).layers[i] for i in (0, 3))
+    dense, experts = (roofline_of(ROWS["r1-13-layers-nvfp4"]).layers[i] for i in (0, 3))
     kinds = {matrix.name: matrix.kind for matrix in dense.matrices + experts.matrices}
     assert kinds["o"] == kinds["q_b"] == kinds["router"] == "bf16"
     assert kinds["gate_up"] == kinds["shared down"] == experts.experts.down.kind == "nvfp4"
@@ -98,9 +114,9 @@ def test_attention_that_is_left_plain_beside_coded_experts_is_read_as_such():
 
 def test_the_cache_of_the_large_model_does_not_hold_256_sequences():
     row = ROWS["70b-fp8-kv8"]
-    held = floors_of(row).burst_tok_s(201, 1024, 1024)
+    held = roofline_of(row).burst_tok_s(201, 1024, 1024)
     assert held == pytest.approx(3605, rel=0.02)
-    assert floors_of(row).burst_tok_s(256, 1024, 1024) < 0.9 * held
+    assert roofline_of(row).burst_tok_s(256, 1024, 1024) < 0.9 * held
 
 
 def test_each_row_asks_the_engine_for_its_number_formats():
@@ -124,42 +140,73 @@ def test_the_engine_knows_the_settings_of_a_row(row):
 @pytest.mark.parametrize("name", ("30b-a3b", "oss-120b", "next-80b-fp8"))
 def test_of_the_experts_those_count_that_have_tokens(name):
     row = ROWS[name]
-    evenly, few = floors_of(row), floors_of(row, {32: 20.0})
-    assert evenly.num_touched(1) == pytest.approx(row.config["num_experts_per_tok"])
-    assert few.num_touched(32) == 20.0 < evenly.num_touched(32)
+    evenly, few = roofline_of(row), roofline_of(row, {32: 20.0})
+    assert evenly.num_activated(1) == pytest.approx(row.config["num_experts_per_tok"])
+    assert few.num_activated(32) == 20.0 < evenly.num_activated(32)
     assert few.decode_step_s(32, 1024) < evenly.decode_step_s(32, 1024)
     assert few.decode_step_s(1, 1024) == evenly.decode_step_s(1, 1024)
 
 
 def test_a_window_bounds_what_is_read_and_a_state_does_not_grow():
-    windowed, full = floors_of(ROWS["oss-20b"]).layers[:2]
-    at = floors_of(ROWS["oss-20b"]).at
-    assert windowed.remembered_s(4, 8000, at) == windowed.remembered_s(4, 128, at)
-    assert full.remembered_s(4, 8000, at) == pytest.approx(80 * full.remembered_s(4, 100, at))
-    *states, attention = floors_of(ROWS["next-80b-fp8"]).layers[:4]
+    windowed, full = roofline_of(ROWS["oss-20b"]).layers[:2]
+    at = roofline_of(ROWS["oss-20b"]).at
+    assert windowed.kv_s(4, 8000, at) == windowed.kv_s(4, 128, at)
+    assert full.kv_s(4, 8000, at) == pytest.approx(80 * full.kv_s(4, 100, at))
+    *states, attention = roofline_of(ROWS["next-80b-fp8"]).layers[:4]
     for state in states:
-        assert state.remembered_s(1, 8000, at) == state.remembered_s(1, 1, at)
+        assert state.kv_s(1, 8000, at) == state.kv_s(1, 1, at)
         assert 36 * state.state_bytes == pytest.approx(75.5e6, rel=0.01)
     assert attention.cached_bytes == 2 * 2 * 256 * 2
 
 
 @pytest.mark.parametrize("name", ("tiny-moe", "tiny-oss", "tiny-next", "tiny-r1"))
 def test_experts_are_counted_where_they_run(name):
-    counted = count_touched(ROWS[name], [1, 3])
-    experts = floors_of(ROWS[name]).experts
+    counted = count_activated(ROWS[name], [1, 3])
+    experts = roofline_of(ROWS[name]).experts
     assert counted[1] == experts.num_active
     assert experts.num_active < counted[3] < experts.num_all
     assert counted[3] == pytest.approx(experts.expected(3), rel=0.3)
 
 
 def test_rows_are_measured_told_and_saved(tmp_path, capsys):
-    words = ["--rows", "tiny-moe", "--prompt", "8", "--tokens", "4", "--concurrency", "2", "--json"]
-    args = parse([*words, str(tmp_path / "found.json")])
+    words = ["--rows", "tiny-moe", "--prompt", "8", "--tokens", "4", "--concurrency", "2"]
+    args = parse([*words, "--output", str(tmp_path / "results" / "found.json")])
     run_rows(args, lambda row, args, tell: tell("tpot1_ms", 2.0) or {"tpot1_ms": 2.0})
-    row = json.loads((tmp_path / "found.json").read_text())["rows"]["tiny-moe"]
-    assert row["touched_experts"]["1"] == 8
-    assert row["tpot1_ms"]["of_floor"] > 0
-    assert "tiny-moe tpot1_ms 2.00" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    [(name, run)] = read_runs(tmp_path / "results").items()
+    row = run.rows["tiny-moe"]
+    assert (name, run.benchmark, run.engine) == ("found.json", "table", "penstock")
+    assert run.workload == "8 in / 4 out" and run.software["torch"] and run.hardware
+    assert row.model == ROWS["tiny-moe"].shape
+    assert row.details["activated_experts"]["1"] == 8
+    counted = {int(n): k for n, k in row.details["activated_experts"].items()}
+    least = roofline_of(ROWS["tiny-moe"], counted).figures([2], 8, 4)["tpot1_ms"]
+    assert row.figures == {"tpot1_ms": Figure(value=2.0, roofline=least)}
+    assert "tiny-moe tpot1_ms 2.00" in told
+
+
+def test_a_result_file_holds_what_every_mode_finds(tmp_path):
+    found = {"cold_start_s": 28.8, "cold_phases": [{"phase": "import torch", "seconds": 3.5}]}
+    path = tmp_path / "start.json"
+    write_run(path, this_run("start", "1024 in / 1024 out", {"8b-bf16": row_result("m", found)}))
+    [run] = read_runs(tmp_path).values()
+    assert run.rows["8b-bf16"].figures == {"cold_start_s": Figure(value=28.8)}
+    assert run.rows["8b-bf16"].details["cold_phases"][0]["seconds"] == 3.5
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows": {}}, {"date": "16.11.2026"}, {"machine": "mine"}, {"engine": None}]
+)
+def test_a_result_file_that_is_not_one_is_refused(tmp_path, change):
+    run = this_run("table", "w", {"tiny": row_result("m", {"tpot1_ms": 1.0})})
+    (tmp_path / "bad.json").write_text(json.dumps(run.model_dump(mode="json") | change))
+    with pytest.raises(ValueError, match=next(iter(change))):
+        read_runs(tmp_path)
+
+
+def test_old_names_of_groups_and_modes_are_accepted():
+    assert parse(["--rows", "coded"]).rows == parse(["--rows", "weight-only"]).rows
+    assert parse(["--touched"]).mode == parse(["--activated"]).mode == "activated"
 
 
 def test_the_rows_with_experts_take_seven_minutes_at_most():
@@ -171,7 +218,7 @@ def test_the_rows_with_experts_take_seven_minutes_at_most():
 def test_ratios_above_one_are_in_our_favour(capsys):
     figures = {"tpot1_ms": 4.2, "c32_tok_s": 5346.0, "ttft1_ms": 30.0}
     compared = compare(ROWS["8b-bf16"], figures, {"tpot1_ms": 3.36})
-    assert compared["tpot1_ms"]["of_floor"] == pytest.approx(0.8)
+    assert compared["tpot1_ms"]["of_roofline"] == pytest.approx(0.8)
     assert compared["tpot1_ms"]["of_goal"] == pytest.approx(3.8 / 4.2)
     assert compared["c32_tok_s"]["of_goal"] == pytest.approx(5346 / 5300)
     assert compared["c32_tok_s"]["of_peer"] == pytest.approx(5346 / 4251)
@@ -187,7 +234,7 @@ def test_exclusive_time_is_what_a_kernel_adds():
 
 def test_a_product_is_known_by_its_place_in_the_step():
     row = ROWS["tiny"]
-    floors = floors_of(row)
+    floors = roofline_of(row)
     layer = ["_add_rms_norm", "_gemv", "_rope_kv_write", "_decode", "_reduce"]
     layer += ["void nvjet_tst_64x8<float>(int)", "_gemv", "_gemv"]
     step = ["_decode_inputs", *layer * 2, "_gemv", "_best_of_split"]
@@ -198,29 +245,48 @@ def test_a_product_is_known_by_its_place_in_the_step():
     assert {"qkv: _gemv", "o: nvjet_tst_64x8", "gate_up: _gemv", "head: _gemv"} < lines.keys()
     assert lines["down: _gemv"].count == pytest.approx(2)
     assert lines["down: _gemv"].exclusive_us == pytest.approx(16)
-    assert lines["down: _gemv"].floor_us == pytest.approx(2 * 128 * 256 * 2 / 4.52e6)
-    assert lines["_decode"].floor_us == pytest.approx(2 * 2 * 100 * 2 * 64 * 2 / 4.52e6)
-    assert lines["_reduce"].floor_us is None
+    assert lines["down: _gemv"].roofline_us == pytest.approx(2 * 128 * 256 * 2 / 4.52e6)
+    assert lines["_decode"].roofline_us == pytest.approx(2 * 2 * 100 * 2 * 64 * 2 / 4.52e6)
+    assert lines["_reduce"].roofline_us is None
 
 
 def test_kernels_of_experts_and_memories_have_the_floor_of_all_their_layers():
     row = ROWS["next-80b-fp8"]
-    floors = floors_of(row, {4: 30.0})
-    kernels = ["_decode_inputs", "_step", "_gate_up_few", "_down_few", "_decode", "_grouped"]
+    floors = roofline_of(row, {4: 30.0})
+    kernels = [
+        "_decode_inputs",
+        "_step",
+        "_gate_up_small_m",
+        "_down_small_m",
+        "_decode",
+        "_grouped",
+    ]
     spans = [Span(name, 10.0 * i, 10.0 * i + 8.0) for i, name in enumerate(kernels * 2)]
     lines = {line.name: line for line in lines_of(spans, floors, batch=4, context=100)}
     gate_up, down = (48 * 30 * n * 512 * 2048 * (8 + 1 / 512) / 8 / 4.52e6 for n in (2, 1))
-    assert lines["_gate_up_few"].floor_us == pytest.approx(gate_up)
-    assert lines["_down_few"].floor_us == pytest.approx(down)
-    assert lines["_grouped"].floor_us == pytest.approx(gate_up + down)
-    assert lines["_step"].floor_us == pytest.approx(36 * 2 * 4 * 32 * 128 * 128 * 4 / 4.28e6)
-    assert lines["_decode"].floor_us == pytest.approx(12 * 4 * 100 * 2 * 2 * 256 * 2 / 4.52e6)
+    assert lines["_gate_up_small_m"].roofline_us == pytest.approx(gate_up)
+    assert lines["_down_small_m"].roofline_us == pytest.approx(down)
+    assert lines["_grouped"].roofline_us == pytest.approx(gate_up + down)
+    assert lines["_step"].roofline_us == pytest.approx(36 * 2 * 4 * 32 * 128 * 128 * 4 / 4.28e6)
+    assert lines["_decode"].roofline_us == pytest.approx(12 * 4 * 100 * 2 * 2 * 256 * 2 / 4.52e6)
 
 
 def test_other_numbers_of_products_are_not_guessed():
     spans = [Span(name, i, i + 1) for i, name in enumerate(["_decode_inputs", "_gemv"] * 2)]
-    lines = lines_of(spans, floors_of(ROWS["tiny"]), batch=1, context=1)
+    lines = lines_of(spans, roofline_of(ROWS["tiny"]), batch=1, context=1)
     assert {line.name for line in lines} == {"_decode_inputs", "_gemv"}
+
+
+def test_a_profile_knows_kernels_by_the_names_they_have():
+    sources = (Path(penstock.__file__).parent / "kernels").rglob("*.py")
+    jitted = re.compile(r"@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+)")
+    kernels = {name for source in sources for name in jitted.findall(source.read_text())}
+    known = {FIRST_KERNEL, *MEMORY_KERNELS, *bytes_of(roofline_of(ROWS["30b-a3b"]), 1)}
+    known |= {part[1:] for part in GEMM.pattern.split("|") if part.startswith("^")}
+    assert known <= kernels
+    assert all(any(name.startswith(part) for name in kernels) for part in EXPERT_KERNELS)
+    gemms = {"_gemv", "_small_m_gemm", "_int8_gemm", "_logits_sliced_k", "_wna16"}
+    assert gemms <= kernels and all(map(GEMM.search, gemms))
 
 
 def test_names_of_c_kernels_lose_their_parameters():

@@ -6,94 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from argparse import Namespace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from penstock.cli import chat
-
-
-class FakeServer(ThreadingHTTPServer):
-    """Answers "echo: <last message>" word by word; keeps the bodies it was sent."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies: list[dict] = []
-        self.keys: list[str | None] = []
-        self.refusal: tuple[int, dict] | None = None
-        self.events: list[str] | None = None
-        self.endless = False
-        self.hung_up = threading.Event()
-        self.streaming = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def log_message(self, *args) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.server.keys.append(self.headers.get("Authorization"))
-        self._json(200, {"data": [{"id": "first-model"}, {"id": "second"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)
-        if self.server.refusal:
-            self._json(*self.server.refusal)
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        if self.server.events is not None:
-            for event in self.server.events:
-                self.wfile.write(event.encode())
-            return
-        words = ["echo:", *body["messages"][-1]["content"].split()]
-        try:
-            while True:
-                for i, word in enumerate(words):
-                    self._event({"delta": {"content": (" " if i else "") + word}})
-                self.server.streaming.set()
-                if not self.server.endless:
-                    break
-        except OSError:
-            self.server.hung_up.set()
-            return
-        self._event({"delta": {}, "finish_reason": "stop"})
-        usage = {"choices": [], "usage": {"completion_tokens": len(words)}}
-        self.wfile.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
-
-    def _event(self, choice: dict) -> None:
-        self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-        self.wfile.flush()
-
-    def _json(self, status: int, body: dict) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-
-@pytest.fixture
-def server():
-    fake = FakeServer()
-    thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield fake
-    fake.shutdown()
-    thread.join()
-    fake.server_close()
 
 
 def arguments(url: str, **changes) -> Namespace:
@@ -137,6 +54,40 @@ def test_the_key_is_sent(server, monkeypatch):
     assert server.keys == ["Bearer secret"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "flag", "sent"),
+    [
+        ({}, None, None),
+        ({"OPENAI_API_KEY": "b"}, None, "Bearer b"),
+        ({"OPENAI_API_KEY": "b", "PENSTOCK_API_KEY": "a"}, None, "Bearer a"),
+        ({"OPENAI_API_KEY": "b", "PENSTOCK_API_KEY": "a"}, "c", "Bearer c"),
+    ],
+)
+def test_without_a_flag_the_key_is_that_of_the_environment(
+    server, monkeypatch, variables, flag, sent
+):
+    for name in ("OPENAI_API_KEY", "PENSTOCK_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    pipe(monkeypatch, "")
+    chat.run(arguments(server.url, api_key=flag))
+    assert server.keys == [sent]
+
+
+def test_a_saved_conversation_goes_on_after_a_pipe(server, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "talk.json"
+    pipe(monkeypatch, f"/system be brief\none\n/save {path}\n/bye\nnever\n")
+    assert chat.run(arguments(server.url)) == 0
+    pipe(monkeypatch, f"/load {path}\ntwo\n/reset\nthree\n/load\n/load {tmp_path / 'none'}\n")
+    assert chat.run(arguments(server.url)) == 0
+    sent = [[m["content"] for m in body["messages"]] for body in server.bodies]
+    assert sent[1:] == [["be brief", "one", "echo: one", "two"], ["be brief", "three"]]
+    err = capsys.readouterr().err
+    assert "/load FILE: which file?" in err
+    assert "error: cannot read" in err
+
+
 def test_commands(server, monkeypatch, capsys):
     pipe(monkeypatch, "one\n/reset\ntwo\n/system talk\nthree\n/nonsense\n/help\n/quit\nfour\n")
     assert chat.run(arguments(server.url)) == 0
@@ -145,6 +96,17 @@ def test_commands(server, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "unknown command '/nonsense'" in err
     assert "/reset" in err
+
+
+def test_reset_and_system_say_what_they_did(server, monkeypatch, capsys):
+    pipe(monkeypatch, "/reset\n/system be brief\n/reset\n/system\n")
+    assert chat.run(arguments(server.url)) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "the conversation is forgotten",
+        "the system message is now 'be brief'; the conversation is forgotten",
+        "the conversation is forgotten; the system message stays",
+        "no system message; the conversation is forgotten",
+    ]
 
 
 class Terminal(io.StringIO):

@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from penstock.cli.flags import FLAGS, add_serve_flags, normalise, settings
+from penstock.cli.flags import FLAGS, add_serve_flags, normalize, settings
 from penstock.config.schema import EngineConfig
 from penstock.config.trtllm_fields import FIELDS, Verdict
 from penstock.errors import ConfigError
@@ -21,7 +21,7 @@ KINDS = {int: "int", float: "float", str: "text", bool: "switch"}
 def parse(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_serve_flags(parser)
-    return parser.parse_args(normalise(argv))
+    return parser.parse_args(normalize(argv))
 
 
 def field_info(path: str):
@@ -121,7 +121,7 @@ def test_a_bare_switch_does_not_swallow_the_model():
 
 def test_a_switch_takes_only_true_and_false():
     with pytest.raises(ConfigError, match="--trust_remote_code is 'maybe'"):
-        normalise(["--trust-remote-code=maybe"])
+        normalize(["--trust-remote-code=maybe"])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_flags_that_would_change_what_is_served_are_refused(argv, reason):
 def test_flags_without_effect_give_a_line_each_and_harmless_values_none():
     values, warnings = settings(parse("m", "--backend", "pytorch", "--no-telemetry"))
     assert (values, warnings) == ({"model": "m"}, [])
-    flags = ("--backend", "tensorrt", "--generation_config", "own")
+    flags = ("--backend", "tensorrt", "--report_addr", "x")
     _, warnings = settings(parse("m", *flags))
     ignored = [line.split(" is ignored: ")[0] for line in warnings]
-    assert ignored == ["--backend", "--generation_config"]
+    assert ignored == ["--backend", "--report_addr"]

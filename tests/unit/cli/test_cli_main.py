@@ -1,17 +1,23 @@
 """The commands as a user calls them: quick help, exit codes, messages, what reaches the server."""
 
+import argparse
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
+from typing import get_args
 
 import pytest
 
+from penstock.cli import main as main_module
 from penstock.cli.main import main, trtllm_serve
-from penstock.config.schema import DEFAULT_MODEL
+from penstock.cli.serve import TINY_PROMPTS
+from penstock.config.schema import DEFAULT_MODEL, EngineConfig
 from penstock.errors import ConfigError
 from penstock.hub.catalog import CATALOG
+from penstock.server.state import model_name
 
 
 @pytest.fixture
@@ -35,7 +41,8 @@ def call(entry, *argv: str) -> int:
     "command",
     [
         *(["--help"], ["serve", "--help"], ["eval", "--help"], ["tune", "--help"], ["--version"]),
-        *(["bench", "serve", "--help"], ["bench", "throughput", "--help"]),
+        *(["bench", "serve", "--help"], ["bench", "chat", "--help"]),
+        ["bench", "throughput", "--help"],
     ],
 )
 def test_help_needs_little_and_is_quick(command):
@@ -55,6 +62,67 @@ def test_help_needs_little_and_is_quick(command):
         return sum(after[2:4]) - sum(before[2:4])  # of the child; waiting for a core is not ours
 
     assert min(cpu_seconds() for _ in range(3)) < 0.3
+
+
+def parsers():
+    """Every command with its parser, by name."""
+    found = {}
+    stack = [main_module._parser(), main_module._benchmark_parser()]
+    stack += [main_module._trtllm_parser(), main_module._trtllm_eval_parser()]
+    while stack:
+        parser = stack.pop()
+        found[parser.prog] = parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                stack += action.choices.values()
+    return found
+
+
+def test_every_flag_says_what_it_does_and_its_default():
+    seen = parsers()
+    assert len(seen) > 15
+    for name, parser in seen.items():
+        shown = " ".join(parser.format_help().split())
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) or action.help == argparse.SUPPRESS:
+                continue
+            assert action.help, f"{name} {action.option_strings} has no help"
+            told = isinstance(action.default, int | float | str) and action.nargs != 0
+            if told and action.option_strings and action.default != argparse.SUPPRESS:
+                begin = shown.index(action.option_strings[0] + " ")
+                assert "default: " in shown[begin : begin + 300], (name, action.option_strings)
+
+
+def test_help_of_serve_has_the_schemas_defaults_and_only_what_has_an_effect(capsys):
+    assert call(main, "serve", "--help") == 0
+    text = capsys.readouterr().out
+    assert "port to listen on; 0 picks a free one (default: 8000)" in text
+    assert "--grpc" not in text
+    assert "ignored" not in text
+    for flag in ("--help-all", "--help_all"):
+        assert call(main, "serve", flag) == 0
+        everything = capsys.readouterr().out
+        assert "--grpc" in everything
+        assert "rejected: only HTTP is served" in everything
+        assert "port to listen on; 0 picks a free one (default: 8000)" in everything
+
+
+def test_a_model_that_cannot_be_found_is_answered_with_the_nearest_name(
+    monkeypatch, tmp_path, capsys
+):
+    def nowhere(model, revision, weights):
+        raise ConfigError(f"model '{model}': not here")
+
+    download = types.SimpleNamespace(download=nowhere)
+    monkeypatch.setitem(sys.modules, "penstock.hub.download", download)
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    assert call(main, "pull", "smollm") == 2
+    expected = "error: model 'smollm'; did you mean 'smollm2'? (model 'smollm': not here)\n"
+    assert capsys.readouterr().err == expected
+    assert call(main, "pull", "nosuch") == 2
+    assert "model 'nosuch': not here; short names are smollm2, tiny" in capsys.readouterr().err
+    assert call(main, "pull", "org/smollm") == 2
+    assert capsys.readouterr().err.endswith("'org/smollm': not here\n")
 
 
 @pytest.fixture
@@ -83,6 +151,14 @@ def test_where_the_default_model_cannot_be_had_the_built_in_one_is_served(served
     assert (served[0].model, served[0].port, served[0].api_key) == ("tiny", 9, "secret")
     [line] = capsys.readouterr().err.splitlines()
     assert "no network. Serving the built-in 'tiny' instead: a test model of 3.5 M" in line
+    assert all(f"'{prompt}'" in line for prompt in TINY_PROMPTS)
+
+
+def test_the_built_in_model_answers_under_its_own_name(served, fetched):
+    """A name chosen for another model would hide which one answers."""
+    fetched.missing.add(DEFAULT_MODEL)
+    assert call(main, "serve", "--served_model_name", "gpt-4") == 0
+    assert model_name(served[0]) == "tiny"
 
 
 def test_a_model_that_was_named_is_never_replaced(served, fetched, capsys):
@@ -93,10 +169,18 @@ def test_a_model_that_was_named_is_never_replaced(served, fetched, capsys):
     assert "no network" in capsys.readouterr().err
 
 
-def test_only_models_of_the_catalogue_are_fetched_before_the_server_starts(served, fetched):
+def test_only_models_of_the_catalog_are_fetched_before_the_server_starts(served, fetched):
     assert DEFAULT_MODEL in CATALOG
     assert call(main, "serve", "org/m") == 0
     assert fetched.asked == []
+
+
+def test_help_of_serve_lists_every_log_level(capsys):
+    levels = get_args(get_args(EngineConfig.model_fields["log_level"].annotation)[0])
+    assert call(main, "serve", "--help") == 0
+    text = capsys.readouterr().out
+    text = " ".join(text[text.index("--log_level") :].split())
+    assert re.findall(r"\w+", text.partition(" (")[0])[2:] == [*levels[:-1], "or", levels[-1]]
 
 
 def test_serve_passes_flags_yaml_and_set(served, tmp_path):
@@ -119,6 +203,19 @@ def test_serve_passes_flags_yaml_and_set(served, tmp_path):
 def test_trtllm_serve_takes_both_forms(served, first):
     assert call(trtllm_serve, *first, "org/m", "--tp_size", "2", "--trust_remote_code") == 0
     assert (served[0].model, served[0].tensor_parallel_size) == ("org/m", 2)
+
+
+def test_trtllm_serve_has_neutral_sampling_defaults_unless_it_is_told_otherwise(served, tmp_path):
+    path = tmp_path / "c.yml"
+    path.write_text("generation_config: auto\n")
+    for entry, argv in (
+        (main, ["serve"]),
+        (trtllm_serve, []),
+        (trtllm_serve, ["--generation_config", "auto"]),
+        (trtllm_serve, ["--config", str(path)]),
+    ):
+        assert call(entry, *argv, "org/m") == 0
+    assert [one.generation_config for one in served] == ["auto", "trtllm", "auto", "auto"]
 
 
 def test_trtllm_serve_takes_options_before_the_model(served):
@@ -151,6 +248,10 @@ def test_trtllm_serve_takes_the_model_from_the_file(served, tmp_path):
         (trtllm_serve, ["m", "--custom_tokenizer", "x"], "custom_tokenizer cannot be used"),
         (trtllm_serve, ["m", "--config", "nowhere.yml"], "cannot read the configuration file"),
         (main, ["srve"], "invalid choice: 'srve'"),
+        (main, ["chatt"], "invalid choice: 'chatt'; did you mean 'chat'? (see penstock --help)"),
+        (main, ["xyz"], "invalid choice: 'xyz'; there are serve, chat, pull, models, recipes"),
+        (main, ["bench", "serv"], "did you mean 'serve'?"),
+        (main, ["quantize", "m", "--format", "int8"], "did you mean 'int8_sq'?"),
         (main, ["--prot"], "unknown flag '--prot'"),
         (main, ["serve", "--set", "port"], "expected NAME=VALUE"),
     ],

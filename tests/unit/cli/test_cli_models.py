@@ -17,7 +17,7 @@ CONTENT = b"GGUF and more"
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """An empty cache of ours, an empty one of the hub's, and a catalogue with "some" in it."""
+    """An empty cache of ours, an empty one of the hub's, and a catalog with "some" in it."""
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setitem(CATALOG, "some", wheel_model(CONTENT))

@@ -11,11 +11,14 @@ import torch
 from rich.console import Console
 
 from penstock.cli import doctor
+from penstock.kernels.native import library
 
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(doctor.log, "setup", lambda *_: None)  # it would stay for other tests
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def check(report: doctor.Report, name: str) -> doctor.Check:
@@ -41,6 +44,62 @@ def test_the_table_shows_every_check(tmp_path):
     text = console.export_text()
     assert "Ready." in text
     assert all(found.name in text for found in report.checks)
+
+
+def hub_fact() -> doctor.Fact:
+    return next(fact for fact in doctor._storage([]) if fact.name == "hub")
+
+
+def test_the_hub_is_asked_before_it_is_said_to_answer(server, monkeypatch):
+    assert hub_fact().value == "not asked"
+    assert "HF_HUB_OFFLINE" in hub_fact().note
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+    assert hub_fact().value == "answers"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert hub_fact().value == "does not answer"
+    assert "http://127.0.0.1:9: ConnectError" in hub_fact().note
+
+
+def test_it_says_which_sizes_fit_in_which_format():
+    plain, half, eight, four = doctor._fits("cpu", 2**30, 23 * 2**30)
+    assert [fact.value for fact in (plain, half, eight, four)] == [
+        *("up to 5.3 B", "up to 10 B", "up to 20 B", "up to 34 B"),
+    ]
+    assert "weights of 8 B: 29.8 GiB, too much (23.0 GiB of memory free)" in plain.note
+    assert "weights of 8 B: 14.9 GiB, they fit" in half.note
+
+
+def test_ready_says_for_what(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "available_bytes", lambda free: 23 * 2**30)
+    report = doctor.examine()
+    console = Console(width=300, record=True, file=(tmp_path / "out").open("w"))
+    doctor.show(report, console)
+    text = console.export_text()
+    if not torch.cuda.is_available():
+        memory = next(fact for fact in report.machine if fact.name == "memory")
+        assert memory.note == "23.0 GiB free" and "(23.0 GiB of memory free)" in text
+        assert (
+            "Ready. Models up to 5.3 B parameters fit in float32 (default), up to 34 B in" in text
+        )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a run on the CPU")
+def test_without_a_compiler_native_ops_are_not_called_ok(monkeypatch):
+    monkeypatch.setattr("penstock.kernels.native.compiler._COMPILERS", ("nosuch-cc",))
+    library.cache_clear()
+    try:
+        found = check(doctor.examine(), "native CPU ops")
+    finally:
+        library.cache_clear()
+    assert found.ok is None and found.fix == "install gcc or clang"
+    assert found.detail == "no C compiler (nosuch-cc) was found: 3 to 10 times slower"
+
+
+def test_sizes_and_reasons_of_settings_are_for_people():
+    facts = {fact.name: fact for fact in doctor.examine().choices}
+    assert facts["host_cache_bytes"].value.endswith(" GiB")
+    assert "set by" not in facts["partial_reuse"].note  # nobody has set anything
 
 
 def test_a_missing_package_is_essential_and_says_how_to_get_it(monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.cli.flags import add_serve_flags, normalise
+from penstock.cli.flags import add_serve_flags, normalize
 from penstock.cli.serve import build_config
 
 FOLDER = Path(__file__).parents[4] / "shared" / "recipes"
@@ -45,7 +45,7 @@ def build(argv: list[str]):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_serve_flags(parser)
     parser.set_defaults(needs_model=True)
-    return build_config(parser.parse_args(normalise(argv)))
+    return build_config(parser.parse_args(normalize(argv)))
 
 
 def test_all_five_recipes_have_a_command_and_a_file():

@@ -25,6 +25,27 @@ def test_yaml_wins_over_flags_and_set_wins_over_both(yaml_file):
     assert (config.max_batch_size, config.max_num_tokens, config.max_seq_len) == (3, 2, 10)
 
 
+def test_a_flag_that_loses_to_the_file_is_told_with_both_values(yaml_file, caplog):
+    path = yaml_file(
+        "max_batch_size: 8\nmax_num_tokens: 64\napi_key: from-file\n"
+        "kv_cache_config: {free_gpu_memory_fraction: 0.5, max_tokens: 4096}\n"
+    )
+    flags = {
+        **{"max_batch_size": 4, "max_num_tokens": 64, "api_key": "from-flag", "port": 9},
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.7},
+    }
+    config = load_config(flags, path, ["port=10"])
+    assert (config.max_batch_size, config.kv_cache_config.free_gpu_memory_fraction) == (8, 0.5)
+    lines = [record.getMessage() for record in caplog.records]
+    why = "the file wins over flags, as in TensorRT-LLM, and --set over both"
+    assert lines == [
+        f"max_batch_size is 8, from {path}; the flag's 4 is not used: {why}",
+        f"api_key is ***, from {path}; the flag's *** is not used: {why}",
+        f"kv_cache_config.free_gpu_memory_fraction is 0.5, from {path}; the flag's 0.7 is not "
+        f"used: {why}",
+    ]
+
+
 def test_a_section_in_yaml_keeps_what_the_flags_set_in_it(yaml_file):
     path = yaml_file("kv_cache_config:\n  dtype: fp8\n")
     config = load_config({"kv_cache_config": {"free_gpu_memory_fraction": 0.8}}, path)

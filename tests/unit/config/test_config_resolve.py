@@ -10,14 +10,14 @@ from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
 from penstock.types.model_spec import (
-    CodesSpec,
     DeltaSpec,
-    EightBitSpec,
     LatentSpec,
     ModelSpec,
     MoeSpec,
     QuantSpec,
     RopeSpec,
+    W8A8Spec,
+    WeightOnlySpec,
 )
 
 GIB = 2**30
@@ -93,9 +93,9 @@ def test_codes_on_a_cpu_are_multiplied_with_16_bits_where_asked():
         ("bfloat16", "/models/m", ("bfloat16", False)),
     ):
         config = resolve(EngineConfig(model="m", dtype=asked), make_spec(), CPU, path)
-        assert (config.dtype, config.coarse_products) == expected
+        assert (config.dtype, config.reduced_precision_matmul) == expected
     config = resolve(EngineConfig(model="m", dtype="bfloat16"), make_spec(), GPU, "/models/m.gguf")
-    assert (config.dtype, config.coarse_products) == ("bfloat16", False)
+    assert (config.dtype, config.reduced_precision_matmul) == ("bfloat16", False)
 
 
 def test_defaults_on_a_cpu():
@@ -214,6 +214,23 @@ def test_on_a_cpu_an_asked_sequence_length_grows_the_cache():
     assert GIB < config.kv_cpu_bytes <= 12 * GIB
 
 
+def test_on_a_cpu_the_cache_is_not_sized_for_more_than_the_model_has_positions():
+    spec = make_spec(max_position=8192, num_layers=30, num_kv_heads=3, head_size=64)
+    config = run(CPU, spec, max_seq_len=100_000)
+    assert config.max_seq_len == 8192
+    assert config.kv_cpu_bytes == GIB  # 4.3 GiB would hold 100000 tokens
+
+
+def test_on_a_gpu_sequences_are_no_longer_than_its_memory_could_cache():
+    spec = make_spec(max_position=1 << 23, num_layers=32, num_kv_heads=8, head_size=128)
+    config = run(GPU, spec)
+    assert config.max_seq_len == 140 * GIB // (32 * 2 * 8 * 128 * 2)
+    assert "lowered from 8388608" in reason(config, "max_seq_len")
+    windows = (None, 128) * 16
+    windowed = run(GPU, replace(spec, window=128, layer_windows=windows))
+    assert windowed.max_seq_len == 2 * config.max_seq_len
+
+
 def test_on_a_cpu_max_tokens_sets_the_cache():
     config = run(CPU, kv_cache_config={"max_tokens": 100})
     block_bytes = 32 * 4 * 2 * 2 * 64 * 4
@@ -296,7 +313,7 @@ ADA, AMPERE = make_device(arch=89), make_device(arch=80)
         (GPU, make_spec(), "auto", "bfloat16", "the number format the model computes in"),
         (GPU, MADE_FOR_FP8, "auto", "float8_e4m3fn", "the checkpoint is made for it"),
         (CPU, MADE_FOR_FP8, "auto", "float8_e4m3fn", "the checkpoint is made for it"),
-        (AMPERE, MADE_FOR_FP8, "auto", "bfloat16", "sm_80 has no 8-bit floats"),
+        (AMPERE, MADE_FOR_FP8, "auto", "bfloat16", "sm_80 has no FP8"),
         (ADA, make_spec(), "fp8", "float8_e4m3fn", "set by kv_cache_config.dtype"),
         (AMPERE, MADE_FOR_FP8, "int8", "int8", "set by kv_cache_config.dtype"),
         (GPU, MADE_FOR_FP8, "bfloat16", "bfloat16", "set by kv_cache_config.dtype"),
@@ -308,6 +325,14 @@ def test_the_cache_has_the_format_asked_for_or_that_of_the_checkpoint(
     config = run(machine, spec, kv_cache_config={"dtype": asked})
     assert config.kv_dtype == expected
     assert reason(config, "kv_dtype").startswith(why)
+
+
+def test_a_checkpoint_made_for_a_cache_format_we_do_not_have_wants_another_named():
+    spec = make_spec(quantization=QuantSpec(format=None, cache_dtype="NVFP4"))
+    with pytest.raises(ConfigError, match=r"cache in NVFP4.*--kv_cache_dtype\) to fp8, int8 or bf"):
+        run(GPU, spec)
+    assert run(GPU, spec, kv_cache_config={"dtype": "fp8"}).kv_dtype == "float8_e4m3fn"
+    assert run(GPU, spec, kv_cache_config={"dtype": "bfloat16"}).kv_dtype == "bfloat16"
 
 
 def test_a_cache_format_that_cannot_be_is_refused():
@@ -322,9 +347,9 @@ def test_a_cache_format_that_cannot_be_is_refused():
         run(spec=make_spec(latent=latent), kv_cache_config={"dtype": "int8"})
 
 
-FP8_WEIGHTS = QuantSpec(format=EightBitSpec(weights="channel", inputs="row"))
-INT8_WEIGHTS = QuantSpec(format=EightBitSpec(weights="channel", inputs="row", numbers="int8"))
-AWQ_WEIGHTS = QuantSpec(format=None, codes=CodesSpec(layout="awq", bits=4, group=128))
+FP8_WEIGHTS = QuantSpec(format=W8A8Spec(weights="channel", inputs="row"))
+INT8_WEIGHTS = QuantSpec(format=W8A8Spec(weights="channel", inputs="row", numbers="int8"))
+AWQ_WEIGHTS = QuantSpec(format=None, weight_only=WeightOnlySpec(layout="awq", bits=4, group=128))
 TURING = make_device(arch=75)
 
 
@@ -352,7 +377,7 @@ def test_weights_of_a_format_run_where_there_are_kernels_for_it(machine, found, 
         (AMPERE, None, "fp8", r"quantization fp8 needs .* sm_89.*int8 or nf4"),
         (TURING, AWQ_WEIGHTS, None, r"sm_80; this is sm_75, where a plain checkpoint works"),
         (TURING, None, "int8", r"quantization int8 needs .* sm_80"),
-        (GPU, AWQ_WEIGHTS, "fp8", r"fp8, but the checkpoint is quantised already"),
+        (GPU, AWQ_WEIGHTS, "fp8", r"fp8, but the checkpoint is quantized already"),
     ],
 )
 def test_weights_without_kernels_are_refused_with_what_works(machine, found, asked, message):
@@ -368,7 +393,7 @@ def test_a_cpu_pool_of_so_many_tokens_is_smaller_in_8_bit_floats():
     assert pools[0] == 4 * pools[1] == 101 * 32 * 4 * 2 * 2 * 64 * 4
 
 
-EXPERTS = MoeSpec(layers=(True,) * 4, num_experts=8, num_active=2, inner_size=64)
+EXPERTS = MoeSpec(layers=(True,) * 4, num_experts=8, num_active=2, intermediate_size=64)
 NO_TRITON = make_device(triton_version=None)
 EIGHT_GPUS = make_device(num_devices=8)
 

@@ -1,8 +1,9 @@
-"""Admission by what answers will probably take."""
+"""Admission by what outputs will probably take."""
 
 import numpy as np
 import pytest
-from test_engine_loop import Engine
+from core_engine import PROMPT, Engine
+from fake_executor import oracle
 
 from penstock.config.run import CapacityPolicy
 from penstock.core.policy import OutputLengths
@@ -25,7 +26,7 @@ def left(lengths: OutputLengths, num_written: int, max_tokens: int) -> float:
     return float(lengths.left([sequence(num_written, max_tokens)])[0])
 
 
-def test_before_any_answer_has_ended_a_length_is_guessed():
+def test_before_any_output_has_ended_a_length_is_guessed():
     lengths = OutputLengths()
     assert left(lengths, 0, 300) == 300
     assert left(lengths, 100, 300) == 200
@@ -34,7 +35,7 @@ def test_before_any_answer_has_ended_a_length_is_guessed():
     assert left(lengths, 300, 300) == 1
 
 
-def test_answers_are_expected_to_be_like_recent_ones_that_were_as_long():
+def test_outputs_are_expected_to_be_like_recent_ones_that_were_as_long():
     lengths = OutputLengths()
     for _ in range(256):
         lengths.add(100)
@@ -97,7 +98,7 @@ def test_a_shared_prompt_counts_once():
     assert engine.counters.preemptions == 0
 
 
-def test_answers_shorter_than_allowed_let_more_start():
+def test_outputs_shorter_than_allowed_let_more_start():
     def run(num_before: int) -> int:
         engine = Engine(
             num_blocks=33, max_num_tokens=32, max_batch_size=16, capacity_policy=EXPECTED
@@ -110,3 +111,23 @@ def test_answers_shorter_than_allowed_let_more_start():
         return most_running(engine)
 
     assert run(0) < run(200)
+
+
+@pytest.mark.parametrize("policy", CapacityPolicy)
+def test_steps_in_flight_that_write_more_than_is_kept_have_room_for_it(policy):
+    """Each decode brings 1 to 3 tokens and counts as one while it is in flight."""
+    num_tokens = 8 * 4 + 1  # of prompt and output: the last one is never fed
+    for too_many in (0, 1):
+        engine = Engine(
+            num_blocks=9, depth=2, tokens_per_decode=3, accept=lambda text: 1 + sum(text) % 3,
+            max_batch_size=1, capacity_policy=policy,
+        )  # fmt: skip
+        num_overshoot = (3 - 1) * 2
+        max_tokens = num_tokens - len(PROMPT) - num_overshoot + too_many
+        rid = engine.submit(PROMPT, max_tokens=max_tokens)
+        engine.run_dry()
+        if too_many:
+            assert engine.ends[rid] == [FinishReason.ERROR] and not engine.tokens[rid]
+        else:
+            assert engine.tokens[rid] == oracle(PROMPT, max_tokens)
+            assert engine.counters.preemptions == 0

@@ -11,8 +11,8 @@ import tiny_tokenizers
 
 from penstock.config.schema import EngineConfig
 from penstock.eval.ask import Endpoint, Engine, ServerError
-from penstock.eval.task import Answer, Example
-from penstock.frontend import engine as engine_module
+from penstock.eval.task import Example, Response
+from penstock.frontend import engine_handle as engine_module
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 TEMPLATE = (
@@ -38,8 +38,8 @@ def test_the_engine_gets_every_example_with_its_own_tools_and_template_arguments
         make_example("efgh", template_kwargs={"mood": "dry"}),
     ]
     with Engine(EngineConfig(model=str(tmp_path))) as engine:
-        answers = engine.ask(examples, max_tokens=6)
-    assert answers == [Answer("-/-/ab"), Answer("-/look"), Answer("dry/-/")]
+        responses = engine.ask(examples, max_tokens=6)
+    assert responses == [Response("-/-/ab"), Response("-/look"), Response("dry/-/")]
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -100,7 +100,7 @@ def test_a_server_gets_greedy_chat_completions_with_tools_and_template_arguments
         make_example("a", tools=(TOOL,), template_kwargs={"enable_thinking": False}),
         make_example("b"),
     ]
-    assert endpoint.ask(examples, max_tokens=7) == [Answer("echo a"), Answer("echo b")]
+    assert endpoint.ask(examples, max_tokens=7) == [Response("echo a"), Response("echo b")]
     first, second = server.bodies
     assert first == {
         "model": "first",
@@ -117,8 +117,8 @@ def test_a_server_gets_greedy_chat_completions_with_tools_and_template_arguments
 def test_requests_run_at_once_and_answers_keep_their_order(server):
     server.meeting = threading.Barrier(4)  # nobody is answered before four have asked
     endpoint = Endpoint(server.url, "m", None, concurrency=4)
-    answers = endpoint.ask([make_example(str(i)) for i in range(8)], max_tokens=1)
-    assert [answer.content for answer in answers] == [f"echo {i}" for i in range(8)]
+    responses = endpoint.ask([make_example(str(i)) for i in range(8)], max_tokens=1)
+    assert [response.content for response in responses] == [f"echo {i}" for i in range(8)]
 
 
 @pytest.mark.parametrize(

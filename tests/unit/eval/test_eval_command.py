@@ -9,7 +9,7 @@ from server_process import Server
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
-from penstock.cli.main import main
+from penstock.cli.main import main, trtllm_eval
 
 ENGINE = ("--set", "num_threads=1", "--set", "kv_cache_config.max_tokens=2048")
 NUM_EACH = 3
@@ -102,6 +102,37 @@ def test_limit_takes_so_many_of_each_skill(folder, tmp_path, capsys):
 def test_a_mistake_is_answered_at_once_with_the_way_out(argv, complaint, capsys):
     assert call(*argv) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    """A start of an engine fails the test: mistakes are found before."""
+
+    def start(config):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("penstock.cli.eval.Engine", start)
+    monkeypatch.setattr("penstock.cli.trtllm_eval.Engine", start)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "mmlu", "hellaswag", "perplexity", "aime25", "gpqa"])
+def test_missing_files_are_told_before_a_model_is_loaded(name, tmp_path, capsys, no_engine):
+    where = tmp_path / "no" / "where"
+    assert call("tiny", "--task", name, "--data", where) == 2
+    assert f"{where}: no such file or folder" in capsys.readouterr().err
+    assert call("tiny", "--task", name, "--data", tmp_path) == 2
+    assert f"{tmp_path} has none of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        trtllm_eval(["--model", "tiny", name, "--dataset_path", str(where)])
+    assert f"{where}: no such file or folder" in capsys.readouterr().err
+
+
+def test_a_folder_for_the_result_that_is_not_there_is_told_before(
+    folder, tmp_path, capsys, no_engine
+):
+    output = tmp_path / "none" / "out.json"
+    assert call(folder, "--task", "skills", "--output", output) == 2
+    assert "its folder is not there" in capsys.readouterr().err
 
 
 def test_a_model_without_examples_is_told_so(tmp_path, capsys):

@@ -13,9 +13,9 @@ from penstock.cli.eval_flags import TASKS as NAMES
 from penstock.errors import ConfigError
 from penstock.eval.likelihood import Chance, Weighed, weighed, windows
 from penstock.eval.published import pick
-from penstock.eval.published_run import RunOptions, run_task
+from penstock.eval.published_run import RunOptions, prepare
 from penstock.eval.table import Score, as_text, share
-from penstock.eval.task import Answer
+from penstock.eval.task import Response
 from penstock.eval.tasks import TASKS
 
 FILTERS = ("flexible-extract", "strict-match")
@@ -31,13 +31,13 @@ def write(path: Path, rows: list[dict]) -> Path:
 class Says:
     """Answers what it was told; weighs an id by its own size."""
 
-    def __init__(self, *answers: str) -> None:
-        self.answers = list(answers)
+    def __init__(self, *responses: str) -> None:
+        self.responses = list(responses)
         self.examples: list = []
 
     def ask(self, examples, max_tokens):
         self.examples, self.max_tokens = list(examples), max_tokens
-        return [Answer(text) for text in self.answers]
+        return [Response(text) for text in self.responses]
 
     def chances(self, asked):
         return [[Chance(-float(i), False) for i in one.ids[one.begin :]] for one in asked]
@@ -49,7 +49,7 @@ def encode(text: str) -> list[int]:
 
 
 def run(name: str, asker: Says, **options):
-    return run_task(name, TASKS[name], RunOptions(**options), asker, lambda: encode)
+    return prepare(name, TASKS[name], RunOptions(**options))(asker, lambda: encode)
 
 
 def test_the_command_line_knows_every_task():
@@ -112,9 +112,9 @@ def test_gpqa_mixes_the_answers_and_reads_the_letter(tmp_path):
 
 
 def test_mmlu_shows_examples_of_the_subject_and_weighs_letters(tmp_path):
-    def row(subject: str, question: str, answer: int) -> dict:
+    def row(subject: str, question: str, response: int) -> dict:
         choices = ["one", "two", "three", "four"]
-        return {"subject": subject, "question": question, "choices": choices, "answer": answer}
+        return {"subject": subject, "question": question, "choices": choices, "answer": response}
 
     shots = [row(s, f"{s} shot {i}", i) for s in ("law", "old_art") for i in range(2)]
     write(tmp_path / "mmlu_dev.jsonl.gz", shots)

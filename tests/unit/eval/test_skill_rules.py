@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.eval.task import Answer, answer_of_message, answer_of_text
+from penstock.eval.task import Response, response_of_message, response_of_text
 from penstock.eval.tasks.skills import RULES, SKILLS, read_skills
 
 # Turns put together from pieces that the rules care about, with anything between them.
@@ -32,7 +32,7 @@ def test_the_rules_are_those_the_siblings_are_trained_for():
 @example("a</think>b</think>c")
 @example('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
 def test_a_turn_is_read_as_the_trainer_reads_it(text):
-    mine, theirs = answer_of_text(text), chat_format.parse_answer("chatml", text)
+    mine, theirs = response_of_text(text), chat_format.parse_answer("chatml", text)
     assert (mine.content, mine.reasoning, mine.calls) == (
         *(theirs.content, theirs.reasoning, theirs.calls),
     )
@@ -43,7 +43,7 @@ def test_a_turn_is_judged_as_the_trainer_judges_it(text, rule, expected):
     if rule in ("json", "tool_call") and not expected.startswith("{"):
         expected = '{"a": 1}'
     theirs = corpus.score(rule, expected, chat_format.parse_answer("chatml", text))
-    assert RULES[rule](expected, answer_of_text(text)) is theirs
+    assert RULES[rule](expected, response_of_text(text)) is theirs
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,20 @@ def test_a_turn_is_judged_as_the_trainer_judges_it(text, rule, expected):
     ],
 )
 def test_what_each_rule_means(rule, expected, right, wrong):
-    assert RULES[rule](expected, answer_of_text(right))
-    assert not RULES[rule](expected, answer_of_text(wrong))
+    assert RULES[rule](expected, response_of_text(right))
+    assert not RULES[rule](expected, response_of_text(wrong))
 
 
 def test_a_tool_call_is_right_alone_and_whole():
     expected = '{"name": "f", "arguments": {"n": 1}}'
     call = f"<tool_call>\n{expected}\n</tool_call>"
     is_right = RULES["tool_call"]
-    assert is_right(expected, answer_of_text(f"Let me see. {call}"))
-    assert not is_right(expected, answer_of_text(call + call))
-    assert not is_right(expected, answer_of_text(call.removesuffix("</tool_call>")))
-    assert not is_right(expected, answer_of_text("<tool_call>f(1)</tool_call>"))
-    assert not is_right(expected, answer_of_text(expected))
-    assert not is_right(expected, Answer("", calls=({"name": "f", "arguments": {"n": 2}},)))
+    assert is_right(expected, response_of_text(f"Let me see. {call}"))
+    assert not is_right(expected, response_of_text(call + call))
+    assert not is_right(expected, response_of_text(call.removesuffix("</tool_call>")))
+    assert not is_right(expected, response_of_text("<tool_call>f(1)</tool_call>"))
+    assert not is_right(expected, response_of_text(expected))
+    assert not is_right(expected, Response("", calls=({"name": "f", "arguments": {"n": 2}},)))
 
 
 def test_a_message_is_the_same_answer_whether_or_not_the_server_takes_it_apart():
@@ -87,14 +87,14 @@ def test_a_message_is_the_same_answer_whether_or_not_the_server_takes_it_apart()
     whole = {
         "content": '<think>so</think><tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
     }
-    assert answer_of_message(apart) == answer_of_message(whole)
-    assert answer_of_message(whole).calls == ({"name": "f", "arguments": {"n": 1}},)
+    assert response_of_message(apart) == response_of_message(whole)
+    assert response_of_message(whole).calls == ({"name": "f", "arguments": {"n": 1}},)
     broken = {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-    assert answer_of_message(broken).calls == ({"name": "f", "arguments": None},)
+    assert response_of_message(broken).calls == ({"name": "f", "arguments": None},)
 
 
 def test_json_nested_beyond_reason_is_a_wrong_answer_not_an_error():
-    assert not RULES["json"]('{"a": 1}', Answer("[" * 200_000))
+    assert not RULES["json"]('{"a": 1}', Response("[" * 200_000))
 
 
 @pytest.mark.parametrize("format", ["chatml", "harmony"])
@@ -110,8 +110,8 @@ def test_lines_written_by_the_trainer_are_read(tmp_path, format):
     # The right answer, as the trainer writes it, is right here.
     for mine, theirs in zip(read, written, strict=True):
         last = [part for part in chat_format.segments("chatml", theirs) if part.is_learned][-1]
-        answer = answer_of_text(last.text.removesuffix("<|im_end|>"))
-        assert SKILLS.is_right(mine, answer), (mine, answer)
+        response = response_of_text(last.text.removesuffix("<|im_end|>"))
+        assert SKILLS.is_right(mine, response), (mine, response)
 
 
 GOOD = {"skill": "s", "messages": [{"role": "user", "content": "?"}], "expected": "x"}

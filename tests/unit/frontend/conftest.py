@@ -12,6 +12,7 @@ from fake_engine import FakeEngine, echo
 
 from penstock.frontend.client import EngineClient
 from penstock.frontend.pipeline import GenerationPipeline
+from penstock.frontend.rendering import InProcess
 from penstock.ipc.address import address, private_folder
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -65,7 +66,8 @@ def serve(tokenizer):
     async def serve(script=echo, with_tokenizer=True, stream_interval=1, **options):
         async with connect(script, **options) as (client, engines):
             template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+            renderer = InProcess(template)
             used = tokenizer if with_tokenizer else None
-            yield GenerationPipeline(client, used, template, stream_interval), engines[0]
+            yield GenerationPipeline(client, used, renderer, stream_interval), engines[0]
 
     return serve

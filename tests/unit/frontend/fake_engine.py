@@ -77,7 +77,7 @@ def say(ids: Iterable[int], **first: object) -> Script:
 
 def echo(request: Request) -> Iterator[TokenDelta]:
     """The prompt, over and over."""
-    ids = request.prompt_ids
+    ids = request.prompt_ids.tolist()
     return iter(say(ids[i % len(ids)] for i in range(request.max_tokens))(request))
 
 

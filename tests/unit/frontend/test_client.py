@@ -3,11 +3,13 @@
 import asyncio
 import itertools
 import threading
+from array import array
 
 import pytest
 from fake_engine import make_info, say
 
 from penstock.errors import BackendError, CapacityError, WorkerDied
+from penstock.frontend.capacity import Capacity, Holdings
 from penstock.frontend.client import EngineClient
 from penstock.ipc.address import address
 from penstock.ipc.channel import Receiver, Sender
@@ -134,21 +136,21 @@ def test_requests_over_capacity_are_refused_until_one_ends(connect, run):
 
 def test_the_bound_on_open_requests_is_shared_with_other_front_ends(connect, run):
     async def scenario():
-        elsewhere, told = 2, []
+        rows = [array("d", [0] * Holdings.num_cells(1)) for _ in range(2)]
+        ours, theirs = (Holdings(1, rows, own) for own in range(2))
+        theirs.change(0, 2, 30)
         async with connect(
-            ENDLESS,
-            info=make_info(max_queued=4),
-            open_elsewhere=lambda: elsewhere,
-            tell_open=told.append,
+            ENDLESS, info=make_info(max_queued=4), capacity=Capacity(holdings=ours)
         ) as (client, _):
             first = request(client, 10**6)
             Stream(client, [first, request(client, 10**6)])
             with pytest.raises(CapacityError, match=r"4 requests are open.*at most 4"):
                 Stream(client, [request(client)])
-            elsewhere = 1
+            assert theirs.total()[0].tolist() == [4, 34]
+            theirs.change(0, -1, -20)
             await all_of(Stream(client, [request(client, 2)]))
             client.abort([first.id])
-            assert told[:2] == [2, 3] and told[-1] == 1
+            assert theirs.total()[0].tolist() == [2, 12]  # one of ours, one of theirs
 
     run(scenario())
 

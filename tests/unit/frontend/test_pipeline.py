@@ -49,7 +49,8 @@ def test_text_in_text_out(serve, run):
             assert generation.prompt_text == "hello world"
             assert generation.num_samples == 1
             [(text, tokens, deltas, finish, _)] = await collect(generation)
-            assert engine.submitted()[0].prompt_ids == generation.prompt_ids
+            sent = engine.submitted()[0].prompt_ids
+            assert sent.tolist() == generation.prompt_ids.tolist()
             assert (tokens, deltas, finish) == (9, 9, FinishReason.LENGTH)
             assert (text * 2).startswith("hello worldhello")
 
@@ -65,8 +66,8 @@ def test_messages_are_rendered_and_token_ids_taken_as_they_are(serve, run, token
             assert text == "<s>[user]hi[assistant]"
             assert ids == tuple(tokenizer.encode(text, add_special_tokens=False))
             assert await pipeline.tokenize(GenerateInput(token_ids=(1, 2))) == ((1, 2), None)
-            assert pipeline.detokenize(ids) == text
-            assert pipeline.detokenize(ids, skip_special_tokens=True) == "[user]hi[assistant]"
+            assert await pipeline.detokenize(ids) == text
+            assert await pipeline.detokenize(ids, skip_special_tokens=True) == "[user]hi[assistant]"
 
     run(scenario())
 
@@ -127,7 +128,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(serve, run):
                 with pytest.raises(RequestError, match="runs without one"):
                     await pipeline.generate(wrong)
             with pytest.raises(RequestError, match="runs without one"):
-                pipeline.detokenize((1,))
+                await pipeline.detokenize((1,))
 
     run(scenario())
 
@@ -323,15 +324,16 @@ def test_five_hundred_streams_through_the_whole_pipeline(serve, run):
 
 
 class Listener:
-    """A `Reader` that remembers."""
+    """A subscriber that remembers."""
 
     def __init__(self):
         self.deltas, self.bugs = [], []
 
-    def take(self, delta):
+    def on_text(self, prompt, delta):
+        assert prompt == 3
         self.deltas.append(delta)
 
-    def fail(self, bug):
+    def on_bug(self, bug):
         self.bugs.append(bug)
 
     @property
@@ -339,11 +341,12 @@ class Listener:
         return bool(self.bugs) or (bool(self.deltas) and self.deltas[-1].finish is not None)
 
 
-def test_a_reader_is_handed_what_an_iteration_would_give(serve, run):
+def test_a_subscriber_is_handed_what_an_iteration_would_give(serve, run):
     async def scenario():
         async with serve() as (pipeline, _):
             listener = Listener()
-            (await pipeline.generate(ask(max_tokens=12, n=2))).push_to(listener)
+            generation = await pipeline.generate(ask(max_tokens=12, n=2))
+            generation.subscribe(3, listener.on_text, listener.on_bug)
             iterated = [d async for d in await pipeline.generate(ask(max_tokens=12, n=2))]
             await until(lambda: sum(d.finish is not None for d in listener.deltas) == 2)
             assert sorted(listener.deltas, key=lambda d: (d.index, d.finish is not None)) == sorted(
@@ -353,13 +356,13 @@ def test_a_reader_is_handed_what_an_iteration_would_give(serve, run):
     run(scenario())
 
 
-def test_a_reader_who_comes_late_misses_nothing(serve, run):
+def test_a_subscriber_who_comes_late_misses_nothing(serve, run):
     async def scenario():
         async with serve(ENDLESS) as (pipeline, _):
             generation = await pipeline.generate(ask(max_tokens=6))
             await until(lambda: pipeline.client.num_open == 0)
             listener = Listener()
-            generation.push_to(listener)
+            generation.subscribe(3, listener.on_text, listener.on_bug)
             assert len(listener.deltas) == 6 and listener.has_ended
 
     run(scenario())
@@ -370,7 +373,7 @@ def test_a_held_generation_gathers_and_catches_up(serve, run):
         async with serve(ENDLESS) as (pipeline, _):
             generation = await pipeline.generate(ask(max_tokens=10**4, stop=["never"]))
             listener = Listener()
-            generation.push_to(listener)
+            generation.subscribe(3, listener.on_text, listener.on_bug)
             await until(lambda: len(listener.deltas) > 3)
             generation.hold()
             num_before = len(listener.deltas)
@@ -388,12 +391,12 @@ def test_a_held_generation_gathers_and_catches_up(serve, run):
     run(scenario())
 
 
-def test_a_reader_hears_of_a_mistake_of_ours_and_nothing_after_closing(serve, run, monkeypatch):
+def test_a_subscriber_hears_of_a_mistake_of_ours_and_nothing_after_closing(serve, run, monkeypatch):
     async def scenario():
         async with serve(ENDLESS) as (pipeline, engine):
             listener = Listener()
             generation = await pipeline.generate(ask(max_tokens=10**6))
-            generation.push_to(listener)
+            generation.subscribe(3, listener.on_text, listener.on_bug)
             await until(lambda: listener.deltas)
             sample = next(iter(generation._open.values()))
             monkeypatch.setattr(sample, "push", lambda delta: 1 // 0)
@@ -401,12 +404,29 @@ def test_a_reader_hears_of_a_mistake_of_ours_and_nothing_after_closing(serve, ru
             assert [type(bug) for bug in listener.bugs] == [ZeroDivisionError]
             other = Listener()
             closed = await pipeline.generate(ask(max_tokens=10**6))
-            closed.push_to(other)
+            closed.subscribe(3, other.on_text, other.on_bug)
             await until(lambda: other.deltas)
             await closed.aclose()
             num_heard = len(other.deltas)
             await until(lambda: len(engine.aborted()) == 2)
             await asyncio.sleep(0.05)
             assert len(other.deltas) == num_heard and not other.bugs
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_first_token_of_each_sample_is_told_when_it_arrives(serve, run, stream):
+    async def scenario():
+        begun = []
+        async with serve(ENDLESS) as (pipeline, engine):
+            endless = ask(n=2, max_tokens=1 << 11)
+            generation = await pipeline.generate(endless, stream, lambda: begun.append(1))
+            assert begun == [] and generation.num_tokens == 0
+            await until(lambda: len(begun) == 2)
+            assert engine.submitted()[0].stream_interval == (1 if stream else 64)
+            await until(lambda: generation.num_tokens > 4)  # counted, whether it is sent or not
+            await generation.aclose()
+            assert len(begun) == 2 and generation.num_tokens > 4
 
     run(scenario())

@@ -142,11 +142,21 @@ HARMONY = (
 )
 def test_stop_strings_count_in_messages_of_harmony_only(interval, stop, expected):
     folder = Path(__file__).parents[2] / "siblings" / "gpt_oss"
-    tokenizer, _, dialect = load_text_side(folder, EngineConfig(model=str(folder)))
+    tokenizer, _, chat_format = load_text_side(folder, EngineConfig(model=str(folder)))
     ids = ids_of(tokenizer, HARMONY)
-    reading = (dialect.parser(""), dialect.marks)
+    reading = (chat_format.parser(""), chat_format.tags)
     sent = feed(tokenizer, ids, interval, stop=stop, reading=reading)
     said = "".join(delta.reasoning for delta in sent), "".join(delta.text for delta in sent)
     assert said == expected
     kept = [token_id for delta in sent for token_id in delta.token_ids]
     assert kept == ids[: len(kept)] and sent[-1].finish is not None
+
+
+@pytest.mark.parametrize(("cached", "told"), [(0, 0), (31, 0), (32, 32), (95, 64)])
+def test_cached_tokens_are_told_in_whole_blocks_and_once(cached, told):
+    """By single tokens one could ask what another's prompt begins with."""
+    sample = Sample(0, SamplingParams(), None, 1, cached_unit=32)
+    first = sample.push(TokenDelta(request_id=0, token_ids=(1,), num_cached_tokens=cached))
+    last = sample.push(TokenDelta(request_id=0, token_ids=(2,), finish=FinishReason.LENGTH))
+    assert first is not None and first.num_cached_tokens == told
+    assert last is not None and last.num_cached_tokens == 0

@@ -9,13 +9,14 @@ import tiny_tokenizers
 
 from penstock.config.schema import EngineConfig
 from penstock.errors import BackendError, ConfigError
-from penstock.frontend import engine as engine_module
-from penstock.frontend.files import tokenizer_folder
+from penstock.frontend import engine_handle as engine_module
 from penstock.frontend.start import (
     load_text_side,
     start_pipeline,
     stop_pipeline,
 )
+from penstock.frontend.tokenizer_folder import tokenizer_folder
+from penstock.text.chat import ChatTemplate
 from penstock.types.request import FinishReason, GenerateInput
 from penstock.types.sampling import SamplingParams
 
@@ -144,4 +145,5 @@ def test_a_given_template_beats_the_folders_own(tmp_path):
     for given, expected in ((None, "own"), ("{{ 1 + 1 }}", "2")):
         config = EngineConfig(model=str(folder), chat_template=given)
         _, template, _ = load_text_side(folder, config)
-        assert template.render(messages, options, 100) == expected
+        rendered = ChatTemplate(template.templates, template.special_tokens)
+        assert rendered.render(messages, options, 100) == expected

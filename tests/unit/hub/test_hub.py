@@ -66,7 +66,7 @@ def test_offline_and_not_cached_says_both(tmp_path):
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (hub_errors.GatedRepoError("no", response=response(403)), "accept its licence"),
+        (hub_errors.GatedRepoError("no", response=response(403)), "accept its license"),
         (hub_errors.RepositoryNotFoundError("no", response=response(404)), "check the spelling"),
         (hub_errors.RevisionNotFoundError("no", response=response(404)), "no such revision"),
         (hub_errors.HfHubHTTPError("boom", response=response(500)), "download failed: boom"),

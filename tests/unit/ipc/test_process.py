@@ -1,4 +1,4 @@
-"""Copies of a process: what they have, that they leave, that no one is left behind.
+"""Forks of a process: what they have, that they leave, that no one is left behind.
 
 Each in a program of its own: a test process has threads.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 PROGRAM = """
 import os, pathlib, sys, time
-from penstock.ipc.process import Copies
+from penstock.ipc.process import ForkedWorkers
 
 folder = pathlib.Path(sys.argv[1])
 imported = object()  # as only a copy can have it
@@ -21,7 +21,7 @@ def act(task):
     assert not task.get("fails")
     (folder / str(task["number"])).write_text(str(id(imported)))
 
-copies = Copies(act)
+workers = ForkedWorkers(act)
 """
 
 
@@ -42,7 +42,7 @@ def is_gone(folder: Path, number: int) -> bool:
 def test_each_task_has_a_copy_with_all_that_was_made_before(tmp_path: Path) -> None:
     said = run(
         tmp_path,
-        'copies.run([{"number": 1}, {"number": 2}, {"number": 3}], 30)\nprint(id(imported))',
+        'workers.run([{"number": 1}, {"number": 2}, {"number": 3}], 30)\nprint(id(imported))',
     ).stdout
     assert {(tmp_path / str(number)).read_text() for number in (1, 2, 3)} == {said.strip()}
     pids = {(tmp_path / f"pid{number}").read_text() for number in (1, 2, 3)}
@@ -50,40 +50,40 @@ def test_each_task_has_a_copy_with_all_that_was_made_before(tmp_path: Path) -> N
 
 
 def test_one_that_fails_says_so_and_stops_nobody(tmp_path: Path) -> None:
-    done = run(tmp_path, 'copies.run([{"number": 1, "fails": True}, {"number": 2}], 30)')
+    done = run(tmp_path, 'workers.run([{"number": 1, "fails": True}, {"number": 2}], 30)')
     assert "AssertionError" in done.stderr
     assert not (tmp_path / "1").exists() and (tmp_path / "2").exists()
 
 
 def test_one_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    run(tmp_path, 'copies.run([{"number": 1, "sleep": 50}, {"number": 2}], 2)')
+    run(tmp_path, 'workers.run([{"number": 1, "sleep": 50}, {"number": 2}], 2)')
     assert not (tmp_path / "1").exists() and (tmp_path / "2").exists()
     _wait(lambda: is_gone(tmp_path, 1))
 
 
 def test_without_tasks_all_leave(tmp_path: Path) -> None:
-    run(tmp_path, "copies.dismiss()\ntry:\n os.waitpid(-1, 0)\nexcept ChildProcessError: pass")
-    run(tmp_path, "copies.run([], 30)")
+    run(tmp_path, "workers.dismiss()\ntry:\n os.waitpid(-1, 0)\nexcept ChildProcessError: pass")
+    run(tmp_path, "workers.run([], 30)")
     assert not list(tmp_path.iterdir())
 
 
 def test_the_first_copy_may_be_killed(tmp_path: Path) -> None:
     """Before it has tasks, or after: nobody waits for ever, and nobody is left behind."""
-    kill = "import signal\nos.kill(copies._pid, signal.SIGKILL)\n"
-    run(tmp_path, kill + 'time.sleep(0.1)\ncopies.run([{"number": 1}], 30)')
+    kill = "import signal\nos.kill(workers._pid, signal.SIGKILL)\n"
+    run(tmp_path, kill + 'time.sleep(0.1)\nworkers.run([{"number": 1}], 30)')
     assert not list(tmp_path.iterdir())
     task = '[{"number": 1, "sleep": 50}]'
-    killer = "import signal, threading\nthreading.Timer(1, os.kill, (copies._pid, signal.SIGKILL))"
-    run(tmp_path, f"{killer}.start()\ncopies.run({task}, 30)")
+    killer = "import signal, threading\nthreading.Timer(1, os.kill, (workers._pid, signal.SIGKILL))"
+    run(tmp_path, f"{killer}.start()\nworkers.run({task}, 30)")
     _wait(lambda: is_gone(tmp_path, 1))
 
 
 def test_they_leave_with_the_process(tmp_path: Path) -> None:
     """Which may be killed, while they wait for tasks or while they have some."""
-    waiting = run(tmp_path, "print(copies._pid)").stdout.strip()
+    waiting = run(tmp_path, "print(workers._pid)").stdout.strip()
     (tmp_path / "pid0").write_text(waiting)
     _wait(lambda: is_gone(tmp_path, 0))
-    command = [sys.executable, "-c", PROGRAM + 'copies.run([{"number": 1, "sleep": 50}], 60)']
+    command = [sys.executable, "-c", PROGRAM + 'workers.run([{"number": 1, "sleep": 50}], 60)']
     with subprocess.Popen([*command, str(tmp_path)]) as parent:
         _wait(lambda: (tmp_path / "pid1").exists() and (tmp_path / "pid1").read_text() != "")
         parent.kill()

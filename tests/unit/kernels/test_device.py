@@ -36,3 +36,22 @@ def test_memory_is_what_a_container_may_use(group, limit, expected):
     if limit is not None:
         (group / "memory.max").write_text(limit + "\n")
     assert device._usable_bytes(256) == expected
+
+
+def test_available_memory_counts_what_files_only_keep(group, tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  600 kB\n")
+    monkeypatch.setattr(device, "_MEMINFO", meminfo)
+    assert device.available_bytes() == 600 << 10
+    (group / "memory.max").write_text(f"{500 << 10}\n")
+    (group / "memory.current").write_text(f"{400 << 10}\n")
+    (group / "memory.stat").write_text(
+        f"anon 5\nactive_file {50 << 10}\ninactive_file {99 << 10}\n"
+    )
+    assert device.available_bytes() == (500 - 400 + 50 + 99) << 10
+    (group / "memory.max").write_text("max\n")
+    assert device.available_bytes() == 600 << 10
+
+
+def test_a_process_knows_what_it_has_in_memory():
+    assert 10 << 20 < device.resident_bytes() < 100 << 30

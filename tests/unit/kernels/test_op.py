@@ -71,3 +71,32 @@ def test_a_cpu_process_does_not_load_the_gpu_module() -> None:
     assert "penstock.kernels.no_such_module" not in sys.modules
     with pytest.raises(ModuleNotFoundError):
         plain.implementations()
+
+
+def op_that_says_who():
+    """An op whose first implementation never fits, so that what is picked is remembered."""
+
+    @op
+    def who(x: torch.Tensor) -> str:
+        return "reference"
+
+    who.impl("none", needs=cpu(), fits=lambda x: False)(lambda x: "none")
+    who.impl("floats", needs=cpu(), fits=lambda x: x.dtype == torch.float32)(lambda x: "floats")
+    return who
+
+
+def test_what_was_picked_for_one_dtype_or_shape_is_not_taken_for_another() -> None:
+    who = op_that_says_who()
+    who.impl("pairs", needs=cpu(), fits=lambda x: x.shape == (2,))(lambda x: "pairs")
+    for _ in range(2):
+        assert who(torch.ones(3)) == "floats"
+        assert who(torch.ones(3, dtype=torch.int32)) == "reference"
+        assert who(torch.ones(2, dtype=torch.int32)) == "pairs"
+
+
+def test_an_implementation_that_is_registered_later_is_picked_too() -> None:
+    who = op_that_says_who()
+    numbers = torch.ones(3, dtype=torch.int32)
+    assert who(numbers) == "reference"
+    who.impl("integers", needs=cpu(), fits=lambda x: x.dtype == torch.int32)(lambda x: "integers")
+    assert who(numbers) == "integers"

@@ -1,4 +1,4 @@
-"""Tuned launch shapes: where they come from, that every file is usable, how the best is found."""
+"""Tuned launch configs: where they come from, that every file is usable, how the best is found."""
 
 import dataclasses
 import itertools
@@ -12,29 +12,36 @@ import pytest
 import torch
 import triton
 
-from penstock.cli.main import main
+from penstock.cli.main import _tuned_ops, main
 from penstock.errors import ConfigError
-from penstock.kernels import triton_cache, tuned, tuning
+from penstock.kernels import triton_cache, tuned, tuning, tuning_case
 from penstock.kernels.attention import triton_decode
+from penstock.kernels.attention import tuning as attention_tuning
 from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode_config, load_of
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill_config
 from penstock.kernels.device import probe
-from penstock.kernels.gemm.skinny import GemvConfig, gemv_config
-from penstock.kernels.gemm.tiles import LIBRARY, TilesConfig, is_quicker, tiles_config
+from penstock.kernels.gemm import tuning as gemm_tuning
+from penstock.kernels.gemm.gemv import GemvConfig, gemv_config
+from penstock.kernels.gemm.small_m import (
+    USE_CUBLAS,
+    SmallMGemmConfig,
+    is_faster_than_cublas,
+    small_m_gemm_config,
+)
 from penstock.kernels.moe import tuning as experts_tuning
-from penstock.kernels.moe.triton_experts import GroupedConfig, grouped_config
-from penstock.kernels.moe.triton_few import FewConfig, few_config
-from penstock.kernels.moe.triton_mxfp4 import Mxfp4Config, mxfp4_config
+from penstock.kernels.moe.grouped_gemm import GroupedConfig, grouped_config
+from penstock.kernels.moe.mxfp4_triton import Mxfp4Config, mxfp4_config
+from penstock.kernels.moe.small_m import SmallMConfig, small_m_config
 from penstock.kernels.moe.tuning import Layer
 
 CPU = torch.device("cpu")
 FILES = sorted(f.name for f in resources.files(tuned).iterdir() if f.name.endswith(".json"))
 KINDS = {
     "gemv": GemvConfig,
-    "tiles": TilesConfig,
+    "small_m": SmallMGemmConfig,
     "decode": DecodeConfig,
     "prefill": PrefillConfig,
-    "experts few": FewConfig,
+    "experts small_m": SmallMConfig,
     "experts grouped": GroupedConfig,
     "experts mxfp4": Mxfp4Config,
 }
@@ -55,9 +62,9 @@ def home(monkeypatch, tmp_path):
 
 
 def forget() -> None:
-    experts = (few_config, grouped_config, mxfp4_config)
-    products = (gemv_config, tiles_config)
-    for cached in (tuned.entries, *products, decode_config, prefill_config, *experts):
+    experts = (small_m_config, grouped_config, mxfp4_config)
+    gemms = (gemv_config, small_m_gemm_config)
+    for cached in (tuned.entries, *gemms, decode_config, prefill_config, *experts):
         cached.cache_clear()
 
 
@@ -94,7 +101,7 @@ def test_every_entry_of_a_shipped_file_is_a_configuration_of_a_known_shape(name)
         for key, fields in entries.items():
             config = KINDS[op](**fields)
             assert all(isinstance(value, int) and value >= 0 for value in fields.values())
-            assert config == LIBRARY or all(fields.values())
+            assert config == USE_CUBLAS or all(fields.values())
             assert config.num_warps in (1, 2, 4, 8, 16)
             assert (op, key) in shapes
 
@@ -106,12 +113,12 @@ def test_an_h200_has_a_file():
 
 
 def test_ceilings_are_those_the_benchmark_counts_with():
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    import floors
+    sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+    import roofline
 
     known = tuned.ceilings(H200)
-    assert known["read_tbps"] * 1e12 == floors.H200.read_bytes_s
-    assert known["bf16_tflops"] * 1e12 == floors.H200.flops["bf16"]
+    assert known["read_tbps"] * 1e12 == roofline.H200.read_bytes_s
+    assert known["bf16_tflops"] * 1e12 == roofline.H200.flops["bf16"]
 
 
 def test_an_entry_is_found_by_shape_and_other_shapes_have_the_default(on_gpu):
@@ -137,18 +144,29 @@ def test_what_was_tuned_here_comes_before_what_is_shipped(on_gpu):
     assert gemv_config(4096, 4096, 2, 1) == GemvConfig(2, 2048, 8)
 
 
-def test_the_library_multiplies_where_it_was_found_quicker(on_gpu):
+def test_cublas_multiplies_where_it_was_measured_faster(on_gpu):
     weight_OI = torch.empty(8192, 1024, dtype=torch.bfloat16)
     key = tuned.key(outputs=8192, inputs=1024, bits=16, tokens=32)
     on_gpu("g")
-    own("g", tiles={key: dataclasses.asdict(LIBRARY)})
-    assert not is_quicker(32, weight_OI)
-    assert is_quicker(16, weight_OI)  # 128 programs
-    own("g", tiles={key: {"outputs": 32}})
-    assert is_quicker(32, weight_OI)
-    assert tiles_config(8192, 1024, 2, 32, False) == TilesConfig(outputs=32)
-    assert not is_quicker(65, weight_OI)
-    assert not is_quicker(32, weight_OI[:512])
+    own("g", small_m={key: dataclasses.asdict(USE_CUBLAS)})
+    assert not is_faster_than_cublas(32, weight_OI)
+    assert is_faster_than_cublas(16, weight_OI)  # 128 programs
+    own("g", small_m={key: {"outputs": 32}})
+    assert is_faster_than_cublas(32, weight_OI)
+    assert small_m_gemm_config(8192, 1024, 2, 32, False) == SmallMGemmConfig(outputs=32)
+    assert not is_faster_than_cublas(65, weight_OI)
+    assert not is_faster_than_cublas(32, weight_OI[:512])
+
+
+def test_files_of_earlier_versions_are_read_by_the_old_names_of_ops(on_gpu):
+    key = tuned.key(outputs=8192, inputs=1024, bits=16, tokens=32)
+    experts = tuned.key(outputs=64, inputs=128, bits=16)
+    on_gpu("g")
+    old = {"tiles": {key: {"outputs": 16}}, "coded": {}}
+    own("g", **old, **{"experts few": {experts: {"rows": 1, "tiles": 1, "num_warps": 2}}})
+    assert tuned.entries("g").keys() == {"small_m", "weight_only", "experts small_m"}
+    assert small_m_gemm_config(8192, 1024, 2, 32, False) == SmallMGemmConfig(outputs=16)
+    assert small_m_config(64, 128, 16, 2) == SmallMConfig(1, 1, 2)
 
 
 def test_attention_is_looked_up_by_heads_and_number_formats(on_gpu):
@@ -159,9 +177,9 @@ def test_attention_is_looked_up_by_heads_and_number_formats(on_gpu):
         on_gpu("g")
         own("g", **{op: {tuned.key(**dims): {"tile": 32}}})
         if op == "decode":
-            assert decode_config(32, 8, 128, 1, Load.MOST) == DecodeConfig(tile=32)
-            assert decode_config(32, 8, 128, 1, Load.SOME).tile == 128
-            assert decode_config(32, 8, 128, 2, Load.MOST).tile == 64
+            assert decode_config(32, 8, 128, 1, Load.MANY_WAVES) == DecodeConfig(tile=32)
+            assert decode_config(32, 8, 128, 1, Load.ONE_WAVE).tile == 128
+            assert decode_config(32, 8, 128, 2, Load.MANY_WAVES).tile == 64
         else:
             assert prefill_config(32, 8, 128, 2, 1) == PrefillConfig(tile=32)
             assert prefill_config(32, 8, 128, 2, 2) == PrefillConfig()
@@ -184,15 +202,15 @@ def test_a_file_that_cannot_be_used_is_named(on_gpu, text):
 @pytest.mark.parametrize(
     ("num_sequences", "longest", "load"),
     [
-        (1, 4096, Load.FEW),
-        (6, 4096, Load.FEW),  # 48 programs on 132 multiprocessors
-        (8, 4096, Load.SOME),
-        (8, 131072, Load.FEW),  # one long sequence would keep the others waiting
-        (16, 131072, Load.SOME),
-        (17, 4096, Load.MANY),
-        (32, 131072, Load.MANY),
-        (128, 131072, Load.MOST),
-        (1, 256, Load.MOST),  # or a window
+        (1, 4096, Load.PARTIAL_WAVE),
+        (6, 4096, Load.PARTIAL_WAVE),  # 48 programs on 132 multiprocessors
+        (8, 4096, Load.ONE_WAVE),
+        (8, 131072, Load.PARTIAL_WAVE),  # one long sequence would keep the others waiting
+        (16, 131072, Load.ONE_WAVE),
+        (17, 4096, Load.FEW_WAVES),
+        (32, 131072, Load.FEW_WAVES),
+        (128, 131072, Load.MANY_WAVES),
+        (1, 256, Load.MANY_WAVES),  # or a window
     ],
 )
 def test_the_load_of_decodes_follows_from_how_far_they_fill_a_gpu(num_sequences, longest, load):
@@ -257,10 +275,11 @@ def search_with(monkeypatch, op, time_of, num=3):
     """Search among a few candidates; a timing is `time_of(configuration)`."""
     subject = tuning.subjects(TINY, [op])[0]
     tried = tuning.candidates(subject)[:num]
-    monkeypatch.setattr(tuning, "_L2_BYTES", 1)
-    monkeypatch.setattr(tuning, "_MAX_KV_LEN", 512)
-    monkeypatch.setattr(tuning, "_DECODE_CASES", {load: ((0.0, 64), (0.03, 96)) for load in Load})
-    monkeypatch.setattr(tuning, "_PREFILL_CASES", ((1, 64),))
+    monkeypatch.setattr(tuning_case, "L2_BYTES", 1)
+    monkeypatch.setattr(attention_tuning, "_MAX_KV_LEN", 512)
+    short = {load: ((0.0, 64), (0.03, 96)) for load in Load}
+    monkeypatch.setattr(attention_tuning, "_DECODE_CASES", short)
+    monkeypatch.setattr(attention_tuning, "_PREFILL_CASES", ((1, 64),))
     monkeypatch.setattr(tuning, "graph_us", lambda launches: time_of(launches[0].args[0]))
     for launch_of in (tuning.cases, tuning.compiling_cases):
         assert all(case.output(tried[1]).isfinite().all() for case in launch_of(subject, CPU))
@@ -292,12 +311,12 @@ def test_noise_and_wrong_results_do_not_win(monkeypatch):
     now = tuning.now_used(tuning.subjects(TINY, ["gemv"])[0])
     *_, found = search_with(monkeypatch, "gemv", lambda c: 10.0 if c == now else 9.95)
     assert found.best == now
-    real = tuning.gemv
+    real = gemm_tuning.gemv
 
     def wrong(*args, config, **kwargs):
         return real(*args, config=config, **kwargs) * (1 if config == now else 2)
 
-    monkeypatch.setattr(tuning, "gemv", wrong)
+    monkeypatch.setattr(gemm_tuning, "gemv", wrong)
     *_, found = search_with(monkeypatch, "gemv", lambda c: 10.0 if c == now else 1.0)
     assert found.best == now
 
@@ -332,11 +351,15 @@ def test_without_a_gpu_the_command_says_so(capsys):
     assert "tuning needs a GPU" in capsys.readouterr().err
 
 
+def test_ops_may_be_given_by_their_old_names():
+    assert _tuned_ops("gemv,tiles") == ("gemv", "small_m")
+
+
 def test_an_unknown_op_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["tune", "--ops", "gemv,nothing"])
     assert ended.value.code == 2
-    assert "gemv, tiles, decode, prefill, experts" in capsys.readouterr().err
+    assert "gemv, small_m, decode, prefill, experts" in capsys.readouterr().err
 
 
 # Where Triton keeps binaries

@@ -159,3 +159,20 @@ def test_iteration_fields_have_their_names():
     assert entry["iterLatencyMS"] == 2.0
     assert entry["kvCacheStats"]["cacheHitRate"] == 0.25
     assert entry["inflightBatchingStats"]["numCtxTokens"] == 9
+
+
+def test_help_says_what_is_counted_and_does_not_repeat_the_name():
+    for family in make_metrics().registry.collect():
+        words = family.name.partition("_")[2].replace("_", " ")
+        assert family.documentation not in (words, words.partition(" ")[2]), family.name
+        assert len(family.documentation.split()) >= 4, (family.name, family.documentation)
+        assert family.documentation[0].isupper() and family.documentation[-1] != "."
+
+
+def test_every_counter_of_the_engine_has_a_help_text_of_its_own():
+    texts = {
+        family.name: family.documentation
+        for family in make_metrics().registry.collect()
+        if family.name.startswith("penstock_")
+    }
+    assert len(set(texts.values())) == len(texts)

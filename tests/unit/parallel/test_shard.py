@@ -12,7 +12,7 @@ from penstock.parallel.shard import (
     split_groups,
     split_heads,
     split_padded,
-    stack_shares,
+    stack_shards,
     whole,
 )
 
@@ -87,13 +87,13 @@ def test_padded_split_gives_equal_rows_and_takes_each_source_row_once(size, num_
 
 
 def test_stacked_shares_land_one_after_the_other():
-    first, second = stack_shares([(8, Span(4, 4)), (6, Span(2, 3))])
+    first, second = stack_shards([(8, Span(4, 4)), (6, Span(2, 3))])
     assert (first.source, first.target) == (Span(4, 4), Span(0, 4))
     assert (second.source, second.target, second.full_size) == (Span(2, 3), Span(4, 3), 6)
 
 
 def test_piece_speaks_in_slices():
-    (rows,) = stack_shares([(8, Span(4, 4))])
+    (rows,) = stack_shards([(8, Span(4, 4))])
     piece = Piece((rows, whole(3)))
     assert piece.full_shape == (8, 3)
     assert piece.source == (slice(4, 8), slice(0, 3))

@@ -6,15 +6,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.quant.parse import parse_quantization
-from penstock.quantize.formats import FORMATS, grid_of, settings
-from penstock.quantize.search import (
+from penstock.ptq.formats import FORMATS, grid_of, settings
+from penstock.ptq.search import (
     awq_scales,
     compensated,
     error,
     smoothing_scales,
 )
-from penstock.weights.coded import gathered
+from penstock.quantization.quant_config import parse_quantization
+from penstock.weights.quantized import gathered
 from penstock.weights.stream import stream
 
 CPU, GROUP = torch.device("cpu"), 128
@@ -54,15 +54,15 @@ def test_what_is_packed_is_read_back(tmp_path, weight, format):
     save_file(tensors, tmp_path / "w.safetensors")
     raw = settings(format, GROUP, ["lm_head"], input_bits=16)
     spec = parse_quantization(json.loads(json.dumps(raw)))
-    (found,) = gathered(stream((tmp_path / "w.safetensors",)), spec.codes)
-    values = found.read_coded((slice(None), slice(None)), CPU).values()
+    (found,) = gathered(stream((tmp_path / "w.safetensors",)), spec.weight_only)
+    values = found.read_quantized((slice(None), slice(None)), CPU).values()
     assert torch.allclose(values, made.values_OI, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_settings_name_what_is_left(format):
     spec = parse_quantization(settings(format, GROUP, ["lm_head", "model.layers.0.mlp.gate"]))
-    assert (spec.codes is None) == (format in ("fp8", "int8_sq"))
+    assert (spec.weight_only is None) == (format in ("fp8", "int8_sq"))
     assert any("mlp.gate" in pattern for pattern in spec.excluded)
 
 

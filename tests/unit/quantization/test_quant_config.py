@@ -1,14 +1,14 @@
-"""What checkpoints say of their quantisation is understood, or refused with what is supported."""
+"""What checkpoints say of their quantization is understood, or refused with what is supported."""
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.quant.parse import is_excluded, parse_quantization
-from penstock.types.model_spec import CodesSpec, EightBitSpec, QuantSpec
+from penstock.quantization.quant_config import is_excluded, parse_quantization
+from penstock.types.model_spec import QuantSpec, W8A8Spec, WeightOnlySpec
 
 FP8 = "float8_e4m3fn"
-PER_TENSOR = EightBitSpec(weights="tensor", inputs="static")
-PER_ROW = EightBitSpec(weights="channel", inputs="row")
+PER_TENSOR = W8A8Spec(weights="tensor", inputs="static")
+PER_ROW = W8A8Spec(weights="channel", inputs="row")
 
 
 def compressed(weights=None, inputs=None, **fields):
@@ -26,7 +26,7 @@ def compressed(weights=None, inputs=None, **fields):
     } | fields
 
 
-NVFP4 = CodesSpec(layout="nvfp4", bits=4, group=16)
+NVFP4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16)
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 INT8 = {"num_bits": 8, "type": "int"}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
@@ -39,9 +39,9 @@ def weights_alone(weights, **fields):
     return raw
 
 
-def coded(layout, bits, group, *excluded, **fields):
-    spec = CodesSpec(layout=layout, bits=bits, group=group, **fields)
-    return QuantSpec(format=None, codes=spec, excluded=excluded)
+def weight_only(layout, bits, group, *excluded, **fields):
+    spec = WeightOnlySpec(layout=layout, bits=bits, group=group, **fields)
+    return QuantSpec(format=None, weight_only=spec, excluded=excluded)
 
 
 STATIC = {"strategy": "tensor", "dynamic": False}
@@ -63,7 +63,7 @@ UNDERSTOOD = {
     ),
     "modelopt, cache in another format": (
         {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
-        QuantSpec(format=PER_TENSOR),
+        QuantSpec(format=PER_TENSOR, cache_dtype="NVFP4"),
     ),
     "modelopt, cache alone": (
         {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
@@ -80,9 +80,7 @@ UNDERSTOOD = {
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
         },
-        QuantSpec(
-            format=EightBitSpec(weights="block", inputs="group", scale_name="weight_scale_inv")
-        ),
+        QuantSpec(format=W8A8Spec(weights="block", inputs="group", scale_name="weight_scale_inv")),
     ),
     "fp8, static": (
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
@@ -90,7 +88,7 @@ UNDERSTOOD = {
     ),
     "fp8, dynamic": (
         {"quant_method": "fp8", "modules_to_not_convert": None},
-        QuantSpec(format=EightBitSpec(weights="tensor", inputs="row")),
+        QuantSpec(format=W8A8Spec(weights="tensor", inputs="row")),
     ),
     "compressed-tensors, dynamic": (
         compressed(),
@@ -102,56 +100,56 @@ UNDERSTOOD = {
     ),
     "compressed-tensors, static inputs": (
         compressed(inputs=STATIC),
-        QuantSpec(format=EightBitSpec(weights="channel", inputs="static"), excluded=("lm_head",)),
+        QuantSpec(format=W8A8Spec(weights="channel", inputs="static"), excluded=("lm_head",)),
     ),
     "compressed-tensors, blocks": (
         compressed(
             {"strategy": "block", "block_structure": [128, 128]},
             {"strategy": "group", "group_size": 128},
         ),
-        QuantSpec(format=EightBitSpec(weights="block", inputs="group"), excluded=("lm_head",)),
+        QuantSpec(format=W8A8Spec(weights="block", inputs="group"), excluded=("lm_head",)),
     ),
     "compressed-tensors, int8": (
         compressed(INT8, INT8),
         QuantSpec(
-            format=EightBitSpec(weights="channel", inputs="row", numbers="int8"),
+            format=W8A8Spec(weights="channel", inputs="row", numbers="int8"),
             excluded=("lm_head",),
         ),
     ),
     "compressed-tensors, int8, static": (
         compressed(INT8, INT8 | STATIC),
         QuantSpec(
-            format=EightBitSpec(weights="channel", inputs="static", numbers="int8"),
+            format=W8A8Spec(weights="channel", inputs="static", numbers="int8"),
             excluded=("lm_head",),
         ),
     ),
     "compressed-tensors, 4 bits": (
         weights_alone(INT4, format="pack-quantized"),
-        coded("packed", 4, 128, "lm_head"),
+        weight_only("packed", 4, 128, "lm_head"),
     ),
     "compressed-tensors, 4 bits with zero points": (
         weights_alone(INT4 | {"symmetric": False}),
-        coded("packed", 4, 128, "lm_head", has_zeros=True),
+        weight_only("packed", 4, 128, "lm_head", has_zeros=True),
     ),
     "compressed-tensors, 8 bits of weights alone": (
         weights_alone(INT8 | {"strategy": "channel"}),
-        coded("packed", 8, 0, "lm_head"),
+        weight_only("packed", 8, 0, "lm_head"),
     ),
     "compressed-tensors, 8-bit floats of weights alone": (
         weights_alone({}),
-        coded("fp8", 8, 0, "lm_head"),
+        weight_only("fp8", 8, 0, "lm_head"),
     ),
     "compressed-tensors, 8-bit floats in blocks, of weights alone": (
         weights_alone({"strategy": "block", "block_structure": [128, 128]}),
-        coded("fp8", 8, 128, "lm_head"),
+        weight_only("fp8", 8, 128, "lm_head"),
     ),
     "compressed-tensors, NVFP4": (
         compressed(FP4, FP4 | {"dynamic": "local"}, format="nvfp4-pack-quantized"),
-        QuantSpec(format=None, codes=NVFP4, excluded=("lm_head",)),
+        QuantSpec(format=None, weight_only=NVFP4, excluded=("lm_head",)),
     ),
     "compressed-tensors, MXFP4": (
         weights_alone(FP4 | {"strategy": "group", "group_size": 32}),
-        coded("mxfp4", 4, 32, "lm_head"),
+        weight_only("mxfp4", 4, 32, "lm_head"),
     ),
     "modelopt, NVFP4": (
         {
@@ -160,15 +158,15 @@ UNDERSTOOD = {
             "group_size": 16,
             "exclude_modules": ["lm_head"],
         },
-        QuantSpec(format=None, codes=NVFP4, excluded=("lm_head",), cache_dtype=FP8),
+        QuantSpec(format=None, weight_only=NVFP4, excluded=("lm_head",), cache_dtype=FP8),
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
-        coded("awq", 4, 128, has_zeros=True),
+        weight_only("awq", 4, 128, has_zeros=True),
     ),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
-        coded("gptq", 4, 128, zero_offset=1),
+        weight_only("gptq", 4, 128, zero_offset=1),
     ),
     "gptq, second version": (
         {
@@ -179,7 +177,7 @@ UNDERSTOOD = {
             "checkpoint_format": "gptq_v2",
             "dynamic": {r"-:.*down_proj": {}},
         },
-        coded("gptq", 8, 0, "re:.*down_proj", has_zeros=True),
+        weight_only("gptq", 8, 0, "re:.*down_proj", has_zeros=True),
     ),
     "auto-round": (
         {
@@ -190,7 +188,7 @@ UNDERSTOOD = {
             "sym": True,
             "extra_config": {"lm_head": {"bits": 16}},
         },
-        coded("gptq", 4, 64, "lm_head", zero_offset=1),
+        weight_only("gptq", 4, 64, "lm_head", zero_offset=1),
     ),
     "bitsandbytes, 4 bits": (
         {
@@ -199,11 +197,11 @@ UNDERSTOOD = {
             "bnb_4bit_quant_type": "nf4",
             "llm_int8_skip_modules": ["lm_head"],
         },
-        coded("bitsandbytes", 4, 64, "lm_head"),
+        weight_only("bitsandbytes", 4, 64, "lm_head"),
     ),
     "bitsandbytes, 8 bits": (
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        coded("bitsandbytes", 8, 0),
+        weight_only("bitsandbytes", 8, 0),
     ),
 }
 REFUSED = {
@@ -225,9 +223,9 @@ REFUSED = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "fp4",
     },
-    "whole numbers of 3 bits": weights_alone(INT4 | {"num_bits": 3}),
-    "4-bit floats by tensor_group of 32": compressed(FP4 | {"group_size": 32}),
-    "8-bit floats by group, inputs": weights_alone({"strategy": "group", "group_size": 64}),
+    "INT3 by ": weights_alone(INT4 | {"num_bits": 3}),
+    "FP4 by tensor_group of 32": compressed(FP4 | {"group_size": 32}),
+    "weight-only FP8 by group": weights_alone({"strategy": "group", "group_size": 64}),
     "fmt e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
     "scale_fmt other": {"quant_method": "fp8", "scale_fmt": "other"},
     "weight_block_size [64, 64]": {"quant_method": "fp8", "weight_block_size": [64, 64]},
@@ -253,7 +251,7 @@ def test_every_dialect_is_understood(name):
 def test_anything_else_is_refused_by_name_with_what_is_supported(name):
     with pytest.raises(ConfigError) as caught:
         parse_quantization(REFUSED[name])
-    assert name in str(caught.value) and "supported are 8-bit floats" in str(caught.value)
+    assert name in str(caught.value) and "supported are FP8 (E4M3)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +274,7 @@ def test_exclusions_are_words_wildcards_or_regular_expressions(pattern, name, is
     assert is_excluded(QuantSpec(format=PER_TENSOR, excluded=(pattern,)), [name]) == is_left
 
 
-def test_parts_of_one_matrix_are_all_quantised_or_none_is():
+def test_parts_of_one_matrix_are_all_quantized_or_none_is():
     spec = QuantSpec(format=PER_TENSOR, excluded=("q_proj", "k_proj"))
     assert is_excluded(spec, ["a.q_proj", "a.k_proj"])
     with pytest.raises(ConfigError, match=r"only some of a.q_proj, a.v_proj"):
@@ -284,5 +282,26 @@ def test_parts_of_one_matrix_are_all_quantised_or_none_is():
 
 
 def test_a_broken_expression_is_named():
-    with pytest.raises(ConfigError, match=r"excludes 're:\(' from quantisation"):
+    with pytest.raises(ConfigError, match=r"excludes 're:\(' from quantization"):
         parse_quantization(compressed(ignore=["re:("]))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        (KV_FP8, FP8),
+        ({"num_bits": 8, "type": "float"}, FP8),
+        ("static", FP8),
+        (None, None),
+        (KV_FP8 | {"type": "int"}, "INT8"),
+        (KV_FP8 | {"num_bits": 4, "strategy": "tensor_group"}, "FP4 by tensor_group"),
+        (KV_FP8 | {"strategy": "attn_head"}, "FP8 by attn_head"),
+        (KV_FP8 | {"dynamic": True}, "dynamic FP8"),
+        (KV_FP8 | {"type": "int", "symmetric": False}, "asymmetric INT8"),
+        ("dynamic", "'dynamic'"),
+        ({"num_bits": "x" * 100}, "INT" + "x" * 40),
+    ],
+)
+def test_the_cache_that_a_checkpoint_is_made_for_has_a_name(scheme, expected):
+    spec = parse_quantization(compressed(kv_cache_scheme=scheme))
+    assert spec is not None and spec.cache_dtype == expected

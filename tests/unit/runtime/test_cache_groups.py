@@ -6,10 +6,17 @@ import pytest
 
 from penstock.config.run import CapacityPolicy, RunConfig
 from penstock.core.kv.groups import FullGroup, StateGroup, WindowGroup
+from penstock.engine.cache_groups import cache_group
 from penstock.errors import ConfigError
 from penstock.runtime.cache_groups import group_layers
 from penstock.runtime.memory import fitted, longest_sequence, make_plan
-from penstock.types.cache_spec import CacheSize, CacheSpec, FullKV, RecurrentState
+from penstock.types.cache_spec import (
+    CacheSize,
+    CacheSpec,
+    FullKV,
+    RecurrentState,
+    window_blocks_needed,
+)
 
 CONFIG = RunConfig(
     model="m", model_path="m", load_format="dummy", dtype="float32", device="cpu", num_threads=1,
@@ -27,6 +34,7 @@ STATE = RecurrentState(
 STATE_BYTES = 3 * 64 * 2 + 4 * 16 * 32 * 4
 KV_BYTES = 2 * 2 * 16 * 4 * 16  # of a block
 GPU = replace(CONFIG, device="cuda", max_batch_size=100, block_reuse=True, kv_memory_fraction=1.0)
+PLENTY = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ def test_layers_with_a_window_are_a_group_behind_those_without():
     whole, windowed = group_layers(own, CONFIG)
     assert whole.layers == (own[1], own[3], own[4]) and whole.window is None
     assert windowed.layers == (own[0], own[2]) and windowed.window == 32
-    assert type(whole.cache_group(9, CONFIG)) is FullGroup
-    assert type(windowed.cache_group(99, CONFIG)) is WindowGroup
+    assert type(cache_group(whole, 9, CONFIG)) is FullGroup
+    assert type(cache_group(windowed, 99, CONFIG)) is WindowGroup
 
 
 @pytest.mark.parametrize("windows", [(256, None, 300), (32, 32), (None, None)])
@@ -60,8 +68,8 @@ def test_a_window_that_gives_nothing_back_is_none(windows):
 
 def test_the_first_group_gets_the_memory_that_the_others_leave():
     groups = group_layers(layers(None, 32), CONFIG)
-    plan = make_plan(CONFIG, weights=0, activations=0, free=0, groups=groups)
-    needed = WindowGroup.blocks_needed(32, 16, 4, 64, 2)
+    plan = make_plan(CONFIG, weights=0, activations=0, free=PLENTY, groups=groups)
+    needed = window_blocks_needed(32, 16, 4, 64, 2)
     assert plan.size.num_blocks[1:] == (needed,)
     assert plan.blocks == (KV_BYTES, KV_BYTES) and plan.size.max_rows == 4
     assert 0 <= CONFIG.kv_cpu_bytes - plan.cache_bytes(plan.size) < KV_BYTES
@@ -73,7 +81,11 @@ def test_too_little_memory_for_the_further_groups_is_said():
     config = replace(CONFIG, kv_cpu_bytes=1 << 16)
     with pytest.raises(ConfigError, match="no memory for the KV cache"):
         make_plan(
-            config, weights=0, activations=0, free=0, groups=group_layers(layers(None, 32), config)
+            config,
+            weights=0,
+            activations=0,
+            free=PLENTY,
+            groups=group_layers(layers(None, 32), config),
         )
 
 
@@ -86,7 +98,7 @@ def test_layers_with_a_state_are_a_group_whose_block_is_one_text():
     assert whole.keeps_all and not whole.has_states and len(whole.layers) == 2
     assert states.has_states and not states.keeps_all and len(states.layers) == 3
     assert states.block_bytes(16) == states.block_bytes(256) == 3 * STATE_BYTES
-    assert type(states.cache_group(9, CONFIG)) is StateGroup
+    assert type(cache_group(states, 9, CONFIG)) is StateGroup
     windowed = replace(WHOLE, window=32)  # beside states it would have to keep all, too
     assert [group.window for group in with_states(windowed, STATE)] == [None, None]
 
@@ -117,8 +129,8 @@ def test_too_many_states_are_fewer_rows_and_smaller_graphs():
     assert abs(plan.size.num_blocks[0] * KV_BYTES - 50 * STATE_BYTES) < 2 * KV_BYTES
     run = fitted(config, plan.size)
     assert run.max_batch_size == 39 and run.graph_batch_sizes == (1, 2, 4, 8, 16, 39)
-    group = with_states(WHOLE, STATE)[1].cache_group(plan.size.num_blocks[1], run)
-    assert isinstance(group, StateGroup) and group._num_kept == 10
+    group = cache_group(with_states(WHOLE, STATE)[1], plan.size.num_blocks[1], run)
+    assert isinstance(group, StateGroup) and group._num_reserved == 10
 
 
 def test_keys_and_values_that_ask_for_less_leave_more_to_states():
@@ -135,20 +147,42 @@ def test_no_memory_for_a_single_state_is_said():
 
 def test_on_a_cpu_states_have_bytes_of_their_own():
     config = replace(CONFIG, block_reuse=True, state_cpu_bytes=9 * STATE_BYTES)
-    plan = planned(config, free=0)
+    plan = planned(config, free=PLENTY)
     assert plan.size.max_rows == 4 and plan.size.num_blocks[1] == 1 + 4 + 4
     assert plan.size.num_blocks[0] == config.kv_cpu_bytes // KV_BYTES
-    asked = planned(replace(config, kv_max_tokens=160), free=0)
+    asked = planned(replace(config, kv_max_tokens=160), free=PLENTY)
     assert asked.size.num_blocks == (11, 9)
+
+
+def test_the_plan_says_how_many_host_blocks_there_are():
+    config = replace(CONFIG, host_cache_bytes=10 * KV_BYTES + 1)
+    one, two = group_layers(layers(None), config), group_layers(layers(None, 32), config)
+    plans = [make_plan(config, weights=0, activations=0, free=PLENTY, groups=g) for g in (one, two)]
+    assert plans[0].size.num_host_blocks == 10
+    assert plans[1].size.num_host_blocks == 0  # windows are not swapped out
+
+
+def test_on_a_cpu_the_cache_takes_what_weights_and_activations_leave():
+    groups = group_layers(layers(None), CONFIG)
+    most = make_plan(CONFIG, weights=0, activations=0, free=PLENTY, groups=groups)
+    assert most.cache_bytes(most.size) <= CONFIG.kv_cpu_bytes
+    free, activations = CONFIG.kv_cpu_bytes, CONFIG.kv_cpu_bytes // 4
+    tight = make_plan(CONFIG, weights=0, activations=activations, free=free, groups=groups)
+    assert 0 <= free - activations - tight.cache_bytes(tight.size) < KV_BYTES
+    with pytest.raises(ConfigError, match="no memory for the KV cache"):
+        make_plan(CONFIG, weights=0, activations=free, free=free, groups=groups)
+    asked = replace(CONFIG, kv_max_tokens=most.size.num_blocks[0] * 16)
+    with pytest.raises(ConfigError, match=r"max_tokens is .* needed for activations; lower it"):
+        make_plan(asked, weights=0, activations=activations, free=free, groups=groups)
 
 
 def test_ranks_agree_on_what_each_of_them_can_hold():
     sizes = [
-        CacheSize(num_blocks=(90, 40), max_rows=30),
-        CacheSize(num_blocks=(80, 45), max_rows=34),
+        CacheSize(num_blocks=(90, 40), max_rows=30, num_host_blocks=7),
+        CacheSize(num_blocks=(80, 45), max_rows=34, num_host_blocks=6),
     ]
     agreed = sizes[0].within(sizes[1])
     assert agreed == sizes[1].within(sizes[0])
-    assert agreed == CacheSize(num_blocks=(80, 40), max_rows=30)
+    assert agreed == CacheSize(num_blocks=(80, 40), max_rows=30, num_host_blocks=6)
     assert longest_sequence(CONFIG, agreed) == 256
     assert longest_sequence(CONFIG, replace(agreed, num_blocks=(5, 40))) == 64

@@ -1,6 +1,13 @@
-"""Builders of kernels: which layers they take, who does what, and when there is nothing to do."""
+"""Compile workers: which layers they take, who does what, and when there is nothing to do.
+
+With stand-ins for the processes and for the GPU's memory: what is shown is who is asked to do what,
+and on a CPU that a worker runs all of it. That kernels are then there: on a GPU, by the start times
+of `benchmarks/table.py`.
+"""
 
 import dataclasses
+import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +16,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.hub.folder import local_folder
 from penstock.kernels.device import probe
+from penstock.layers.decoder import Decoder
 from penstock.models.spec import parse_model_spec
-from penstock.runtime import build, builders
+from penstock.runtime import compile_workers, model_loader, profile_steps
+from penstock.sampling.sampler import Sampler
 from penstock.types.model_spec import ModelSpec
+from penstock.types.step import RowJoin
 
 SIBLINGS = Path(__file__).parents[2] / "siblings"
 GIB = 1 << 30
@@ -29,7 +40,7 @@ GIB = 1 << 30
 )
 def test_one_layer_of_each_kind(name: str, num_layers: int) -> None:
     spec = parse_model_spec(local_folder("tiny") if name == "tiny" else SIBLINGS / name)
-    short = builders.short(spec)
+    short = spec.shortened()
 
     def kinds(spec: ModelSpec) -> set[tuple[object, ...]]:
         return {
@@ -54,28 +65,28 @@ def on_gpu(**changes: Any) -> tuple[RunConfig, ModelSpec]:
     return dataclasses.replace(config, device="cuda", **(sizes | changes)), spec
 
 
-class FakeCopies:
+class FakeWorkers:
     def __init__(self, act: Callable[[dict[str, Any]], None] = lambda task: None) -> None:
-        self.tasks: list[builders.BuilderTask] | None = None
+        self.tasks: list[compile_workers.CompileTask] | None = None
         self.is_dismissed = False
 
     def run(self, tasks: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
         wire = msgspec.json.decode(msgspec.json.encode(tasks))
-        self.tasks = msgspec.convert(wire, list[builders.BuilderTask])
+        self.tasks = msgspec.convert(wire, list[compile_workers.CompileTask])
 
     def dismiss(self) -> None:
         self.is_dismissed = True
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FakeCopies]:
-    def start(config: RunConfig, spec: ModelSpec, cpus: int = 16, free: int = 80) -> FakeCopies:
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FakeWorkers]:
+    def start(config: RunConfig, spec: ModelSpec, cpus: int = 16, free: int = 80) -> FakeWorkers:
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-        monkeypatch.setattr(builders, "_num_cpus", lambda: cpus)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
         gpu = dataclasses.replace(probe(), free_bytes=free * GIB)
-        monkeypatch.setattr(builders, "probe", lambda: gpu)
-        copies = FakeCopies()
-        one = builders.KernelBuilders(config, spec, copies)
+        monkeypatch.setattr(compile_workers, "probe", lambda: gpu)
+        copies = FakeWorkers()
+        one = compile_workers.CompileWorkers(config, spec, copies)
         one.run(None, "info")
         one.done()
         return copies
@@ -83,56 +94,80 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Fake
     return start
 
 
-def test_a_second_start_builds_nothing(start: Callable[..., FakeCopies]) -> None:
+def test_a_second_start_compiles_nothing(start: Callable[..., FakeWorkers]) -> None:
     first, second = start(*on_gpu()), start(*on_gpu())
     assert first.tasks and not first.is_dismissed
     assert second.tasks is None and second.is_dismissed
     assert start(*on_gpu(max_batch_size=3)).tasks
 
 
-@pytest.mark.parametrize(("cpus", "free", "count"), [(16, 80, 8), (6, 80, 3), (16, 9, 2)])
-def test_all_parts_are_dealt_out(
-    start: Callable[..., FakeCopies], cpus: int, free: int, count: int
-) -> None:
-    """To as many as there are processors and memory for; each runs on random weights."""
+def parts_of(copies: FakeWorkers) -> list[compile_workers.WarmupPart]:
+    assert copies.tasks is not None
+    return [part for task in copies.tasks for part in task.parts]
+
+
+@pytest.mark.parametrize(("cpus", "free"), [(16, 80), (6, 80), (64, 800), (16, 9), (16, 5)])
+def test_all_parts_are_dealt_out(start: Callable[..., FakeWorkers], cpus: int, free: int) -> None:
+    """Each to one worker, which runs on random weights."""
     config, spec = on_gpu()
-    tasks = start(config, spec, cpus, free).tasks
-    assert tasks is not None and len(tasks) == count
-    parts = [part for task in tasks for part in task.parts]
+    copies = start(config, spec, cpus, free)
+    parts = parts_of(copies)
     assert [part.has_steps for part in parts].count(True) == 1
     assert [part.has_sampling for part in parts].count(True) == 1
     batch_sizes = sorted(size for part in parts for size in part.batch_sizes)
-    assert batch_sizes == [1, 2, 4, 8, 16, 24, 32]
-    assert sorted(size for part in parts for size in part.token_sizes) == [16, 32, 64]
+    assert batch_sizes == sorted(config.graph_batch_sizes)
+    token_sizes = sorted(size for part in parts for size in part.token_sizes)
+    assert token_sizes == sorted(config.graph_token_sizes)
     eager = sorted(size for part in parts for size in part.eager_sizes)
-    assert eager == list(build.eager_sizes(config))
-    assert {task.config.load_format for task in tasks} == {"dummy"}
+    assert eager == list(profile_steps.eager_sizes(config))
+    assert copies.tasks is not None
+    assert all(task.parts and task.config.load_format == "dummy" for task in copies.tasks)
 
 
-def test_sizes_up_to_one_power_of_two_stay_together() -> None:
+def test_there_are_as_many_workers_as_processors_and_memory_allow(
+    start: Callable[..., FakeWorkers],
+) -> None:
+    first_time = itertools.count(100)  # of these settings
+
+    def count(cpus: int, free: int) -> int:
+        return len(start(*on_gpu(max_queued=next(first_time)), cpus, free).tasks or ())
+
+    by_cpus = [count(cpus, 800) for cpus in (6, 8, 12, 16, 64)]
+    assert by_cpus == sorted(by_cpus) and 1 < by_cpus[0] < by_cpus[-1]
+    assert all(num <= cpus for num, cpus in zip(by_cpus, (6, 8, 12, 16, 64), strict=True))
+    by_memory = [count(64, free) for free in (5, 9, 20, 80)]
+    assert by_memory == sorted(by_memory) and by_memory[0] == 1 < by_memory[-1]
+    weights = model_loader.most_weight_bytes(*on_gpu())
+    assert all(n * weights < free * GIB for n, free in zip(by_memory, (5, 9, 20, 80), strict=True))
+
+
+def test_sizes_up_to_one_power_of_two_stay_together(start: Callable[..., FakeWorkers]) -> None:
+    """They have mostly the same kernels, which two workers would both compile."""
     sizes = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
-    slices = builders._slices(sizes, 3)
-    assert slices == [(1, 2, 4), (8, 16, 24, 32), (40, 48, 56, 64)]
+    parts = parts_of(start(*on_gpu(graph_batch_sizes=sizes, max_batch_size=64)))
+    held = [{(size - 1).bit_length() for size in part.batch_sizes} for part in parts]
+    assert sum(map(len, held)) == len(set().union(*held)) == 7
+    assert sum(bool(powers) for powers in held) > 1, "nobody has all of them"
 
 
-def test_without_graphs_there_are_decodes_of_all_sizes(start: Callable[..., FakeCopies]) -> None:
-    tasks = start(*on_gpu(graph_batch_sizes=(), graph_token_sizes=())).tasks
-    assert tasks is not None
-    parts = [part for task in tasks for part in task.parts]
-    assert build.Rehearsal() not in parts and not any(part.token_sizes for part in parts)
+def test_without_graphs_there_are_decodes_of_all_sizes(start: Callable[..., FakeWorkers]) -> None:
+    config, spec = on_gpu(graph_batch_sizes=(), graph_token_sizes=())
+    parts = parts_of(start(config, spec))
+    assert compile_workers.WarmupPart() not in parts and not any(part.token_sizes for part in parts)
     batch_sizes = sorted(size for part in parts for size in part.batch_sizes)
-    assert batch_sizes == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 17, 20, 24, 28, 32]
+    assert batch_sizes == sorted(profile_steps.eager_decodes(config))
+    assert batch_sizes[0] == 1 and batch_sizes[-1] == config.max_batch_size
 
 
-def test_where_not_even_one_fits_nobody_builds(start: Callable[..., FakeCopies]) -> None:
+def test_where_not_even_one_fits_nobody_compiles(start: Callable[..., FakeWorkers]) -> None:
     assert start(*on_gpu(), free=3).tasks == []
 
 
 @pytest.mark.parametrize("name", ["tiny", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_a_builder_runs_its_parts(
+def test_a_worker_runs_its_parts(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a CPU, where there are no kernels to make: every step there is, once."""
+    """On a CPU, where there are no kernels to compile: every step there is, once."""
     folder = local_folder("tiny") if name == "tiny" else SIBLINGS / name
     spec = parse_model_spec(folder)
     asked = EngineConfig(
@@ -142,63 +177,67 @@ def test_a_builder_runs_its_parts(
     sizes = {"graph_batch_sizes": (1, 2, 8), "graph_token_sizes": (16, 32)}
     sizes |= {"attention_backend": "reference"}  # the usual one of a CPU is given no padding
     config = dataclasses.replace(resolve(asked, spec, probe(), str(folder)), **sizes)
-    ran: list[Any] = []
+    ran: list[tuple[int, bool]] = []  # tokens of a step, whether it is one of a decode
 
-    def noting(name: str, describe: Callable[..., Any]) -> None:
-        real = getattr(build, name)
+    def note(module: Any, args: Any) -> None:
+        if isinstance(module, Decoder):
+            (batch,) = args
+            ran.append((batch.num_tokens, batch.num_decodes == batch.num_tokens))
 
-        def noted(*args: Any) -> Any:
-            ran.append(describe(*args))
-            return real(*args)
+    temperatures: set[float] = set()
+    join = Sampler.join
 
-        monkeypatch.setattr(build, name, noted)
+    def noted_join(self: Sampler, joins: Sequence[RowJoin]) -> None:
+        temperatures.update(one.sampling.temperature for one in joins)
+        join(self, joins)
 
-    noting("run_steps", lambda runner, config: "steps")
-    noting("rehearse_sampling", lambda *args: "sampling")
-    noting("_prompts", lambda size, num_rows, config: size)
-    noting("decode_inputs", lambda rows, size: size)
-    noting("chunk_inputs", lambda rows, size: size)
-    monkeypatch.setattr(builders.log, "setup", lambda *args: None)
-    task = builders.BuilderTask(
-        parts=tuple(builders._parts(config)), config=config, model_kwargs=None, log_level=None
+    monkeypatch.setattr(Sampler, "join", noted_join)
+    monkeypatch.setattr(compile_workers.log, "setup", lambda *args: None)
+    task = compile_workers.CompileTask(
+        parts=tuple(compile_workers._parts(config)),
+        config=config,
+        model_kwargs=None,
+        log_level=None,
     )
-    with caplog.at_level("INFO"):
-        builders._build(msgspec.to_builtins(task))
+    hook = register_module_forward_pre_hook(note)
+    try:
+        with caplog.at_level("INFO"):
+            compile_workers._compile(msgspec.to_builtins(task))
+    finally:
+        hook.remove()
     assert not caplog.records, caplog.text
-    eager = build.eager_sizes(config)
+    eager = profile_steps.eager_sizes(config)
     assert eager[0] == 1 and eager[-1] == 64
-    assert [one for one in ran if isinstance(one, str)] == ["steps", "sampling"]
-    chunks = () if name == "deepseek_v3" else (16, 32)
-    sizes = [one for one in ran if not isinstance(one, str)]
-    assert sorted(sizes) == sorted([64, *eager, 1, 2, 8, *chunks])
+    assert {size for size, is_decode in ran if is_decode} >= {1, 2, 8}
+    chunks = set() if name == "deepseek_v3" else {16, 32}
+    assert {size for size, _ in ran} >= {*eager, *chunks}
+    assert 0.0 in temperatures and max(temperatures) > 0.0, "greedy tokens and drawn ones"
 
 
-def test_a_builder_that_fails_warns_and_no_more(
+def test_a_worker_that_fails_warns_and_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: Any) -> None:
         raise ValueError("out of luck")
 
-    monkeypatch.setattr(builders, "rehearse", fail)
-    monkeypatch.setattr(builders.log, "setup", lambda *args: None)
+    monkeypatch.setattr(compile_workers, "_warm_up", fail)
+    monkeypatch.setattr(compile_workers.log, "setup", lambda *args: None)
     config, _ = on_gpu()
-    task = builders.BuilderTask(parts=(), config=config, model_kwargs=None, log_level=None)
+    task = compile_workers.CompileTask(parts=(), config=config, model_kwargs=None, log_level=None)
     with caplog.at_level("INFO"):
-        builders._build(msgspec.to_builtins(task))
+        compile_workers._compile(msgspec.to_builtins(task))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "ValueError: out of luck" in caplog.text
 
 
-def test_a_mark_tells_settings_apart_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_start_knows_another_by_what_its_kernels_depend_on(
+    start: Callable[..., FakeWorkers],
 ) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config, spec = on_gpu()
-    mark = builders._mark(config, spec)
-    for other in ({"model_path": "elsewhere"}, {"seed": 7}, {"load_format": "dummy"}):
-        assert mark == builders._mark(dataclasses.replace(config, **other), spec)
-    assert mark != builders._mark(dataclasses.replace(config, max_batch_size=3), spec)
-    assert mark != builders._mark(config, dataclasses.replace(spec, vocab_size=9))
+    assert start(config, spec).tasks
+    for other in ({"model": "another"}, {"seed": 7}, {"load_format": "dummy"}):
+        assert start(dataclasses.replace(config, **other), spec).tasks is None, other
+    assert start(config, dataclasses.replace(spec, vocab_size=9)).tasks
 
 
 @pytest.mark.parametrize(
@@ -211,17 +250,17 @@ def test_a_mark_tells_settings_apart_and_no_more(
         ({"tensor_parallel_size": 2}, "13.0", 16, False),
     ],
 )
-def test_builders_stand_by_where_they_may_be_of_use(
+def test_workers_stand_by_where_they_may_be_of_use(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     cuda: str | None,
     cpus: int,
     is_made: bool,
 ) -> None:
-    monkeypatch.setattr(builders, "Copies", FakeCopies)
-    monkeypatch.setattr(builders.torch.version, "cuda", cuda)
-    monkeypatch.setattr(builders, "_num_cpus", lambda: cpus)
-    assert (builders.stand_by(EngineConfig(model="tiny", **settings)) is not None) == is_made
+    monkeypatch.setattr(compile_workers, "ForkedWorkers", FakeWorkers)
+    monkeypatch.setattr(compile_workers.torch.version, "cuda", cuda)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    assert (compile_workers.stand_by(EngineConfig(model="tiny", **settings)) is not None) == is_made
 
 
 def test_where_no_process_can_be_made_the_engine_starts_without(
@@ -230,17 +269,17 @@ def test_where_no_process_can_be_made_the_engine_starts_without(
     def fail(act: Any) -> None:
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr(builders, "Copies", fail)
-    monkeypatch.setattr(builders.torch.version, "cuda", "13.0")
-    monkeypatch.setattr(builders, "_num_cpus", lambda: 16)
-    assert builders.stand_by(EngineConfig(model="tiny")) is None
+    monkeypatch.setattr(compile_workers, "ForkedWorkers", fail)
+    monkeypatch.setattr(compile_workers.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert compile_workers.stand_by(EngineConfig(model="tiny")) is None
 
 
 def test_a_folder_that_cannot_be_written_stops_no_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "missing"))
-    builders.KernelBuilders(*on_gpu(), FakeCopies()).done()
+    compile_workers.CompileWorkers(*on_gpu(), FakeWorkers()).done()
     assert not (tmp_path / "missing").exists()
 
 

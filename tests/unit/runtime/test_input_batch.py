@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.batch import all_to_device
+from penstock.runtime.input_batch import all_to_device
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6))

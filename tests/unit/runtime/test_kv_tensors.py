@@ -21,7 +21,7 @@ def bound_planes(spec, num_layers: int = 3, num_blocks: int = 6) -> tuple[KVTens
     layers = tuple(
         SimpleNamespace(bind_cache=lambda *own: planes.append(own)) for _ in range(num_layers)
     )
-    kv = KVTensors([LayerGroup(spec=spec, layers=layers)], [num_blocks], 4, DEVICE, 1 << 20)
+    kv = KVTensors([LayerGroup(spec=spec, layers=layers)], [num_blocks], 4, DEVICE, 8)
     for own in planes:
         for plane in own:
             plane.view(torch.uint8).random_()
@@ -47,10 +47,10 @@ def test_blocks_come_back_from_host_memory_as_they_were(spec, monkeypatch):
 
     second, third, fifth = bits(2), bits(3), bits(5)
     moves = [
-        (2, 7, Move.OUT), (3, 0, Move.OUT),
+        (2, 7, Move.SWAP_OUT), (3, 0, Move.SWAP_OUT),
         (1, 2, Move.WITHIN), (1, 3, Move.WITHIN),  # others have the blocks now
-        (0, 4, Move.IN), (7, 1, Move.IN),
-        (4, 7, Move.OUT), (7, 2, Move.IN),  # a place is used again
+        (0, 4, Move.SWAP_IN), (7, 1, Move.SWAP_IN),
+        (4, 7, Move.SWAP_OUT), (7, 2, Move.SWAP_IN),  # a host block is used again
     ]  # fmt: skip
     kv.apply([CopyBlock(rank=0, group=0, src=a, dst=b, move=move) for a, b, move in moves])
     for block, expected in ((4, third), (1, second), (2, third), (5, fifth)):
@@ -60,7 +60,7 @@ def test_blocks_come_back_from_host_memory_as_they_were(spec, monkeypatch):
 def test_host_memory_is_taken_when_needed_and_no_more_than_was_given(monkeypatch):
     planes = [torch.zeros(2, 5, 100, device=DEVICE)]  # blocks of 800 bytes
     monkeypatch.setattr(host_blocks, "_SLAB_BYTES", 2000)
-    host = host_blocks.HostBlocks(planes, max_bytes=8000)
+    host = host_blocks.HostBlocks(planes, num_blocks=10)
     assert not host._slabs
     first = host[0]
     assert [part.shape for part in first] == [(2, 100)]

@@ -2,14 +2,14 @@
 
 import pytest
 
-from penstock.runtime import build
-from penstock.runtime.build import Timeline
+from penstock.runtime import timeline as timeline_module
+from penstock.runtime.timeline import Timeline
 
 
 @pytest.fixture
 def clock(monkeypatch):
     times = iter((0.0, 1.5, 2.0, 2.25))
-    monkeypatch.setattr(build.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(timeline_module.time, "perf_counter", lambda: next(times))
 
 
 def test_phases_come_in_order_with_their_seconds(clock):
@@ -30,7 +30,7 @@ def test_a_phase_that_fails_is_not_listed(clock):
 
 
 def test_the_rest_makes_the_phases_add_up_to_what_was_waited(monkeypatch):
-    monkeypatch.setattr(build.time, "time", lambda: 110.0)
+    monkeypatch.setattr(timeline_module.time, "time", lambda: 110.0)
     timeline = Timeline(begun_at=100.0)
     timeline.phases += [("read settings", 1.0), ("load weights", 6.5)]
     timeline.add_rest()

@@ -1,4 +1,8 @@
-"""What a start on a GPU runs ahead, so that no kernel is compiled while somebody waits."""
+"""What a start on a GPU runs ahead, so that no kernel is compiled while somebody waits.
+
+Run here on a CPU, which has no kernels to compile: shown is that every step and every way to a
+token is run. That none is missing: `tests/engine/test_kernels_before_serving.py`.
+"""
 
 import dataclasses
 import itertools
@@ -15,8 +19,12 @@ from penstock.hub.folder import local_folder
 from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.runtime import build
-from penstock.sampling import sampler, stages
+from penstock.runtime.model_loader import load_model, most_weight_bytes
+from penstock.runtime.profile_steps import eager_decodes, eager_sizes, largest_step, short_steps
+from penstock.runtime.rank import load_rank, trial_cache, wire_runner
+from penstock.runtime.timeline import Timeline
+from penstock.runtime.warmup import run_sizes, warm_up_sampling
+from penstock.sampling import logits_processors, sampler
 from penstock.types.model_spec import ModelSpec
 from penstock.types.step import LateInputs
 
@@ -29,27 +37,29 @@ def resolved(folder: Path, **settings: Any) -> tuple[RunConfig, ModelSpec]:
     return resolve(asked, spec, probe(), str(folder)), spec
 
 
-def test_every_way_to_a_token_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_combination_of_sampling_kernels_is_warmed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config, spec = resolved(local_folder("tiny"), dtype="bfloat16", max_batch_size=4)
-    loaded = build.load_rank(config, spec, RankMesh.single(), build.Timeline())
+    loaded = load_rank(config, spec, RankMesh.single(), Timeline())
     seen = set()
     for module, name in (
         (sampler, "argmax"),
         (sampler, "gumbel_argmax"),
-        (stages, "sampling_cutoffs"),
-        (stages, "apply_penalties"),
+        (logits_processors, "filter_thresholds"),
+        (logits_processors, "apply_penalties"),
     ):
 
         def noted(logits_LV, *rest, name=name, op=getattr(module, name)):
-            has_cutoff = name == "gumbel_argmax" and rest[-1] is not None
-            seen.add((name, logits_LV.dtype, has_cutoff))
+            has_threshold = name == "gumbel_argmax" and rest[-1] is not None
+            seen.add((name, logits_LV.dtype, has_threshold))
             return op(logits_LV, *rest)
 
         monkeypatch.setattr(module, name, noted)
-    build.rehearse_sampling(loaded.model, loaded.mesh, loaded.device, config, spec)
+    warm_up_sampling(loaded.model, loaded.mesh, loaded.device, config, spec)
     dtypes = (torch.bfloat16, torch.float32)
     kinds = (("argmax", False), ("gumbel_argmax", False), ("gumbel_argmax", True))
-    kinds += (("sampling_cutoffs", False),)
+    kinds += (("filter_thresholds", False),)
     both = {(name, dtype, has) for (name, has), dtype in itertools.product(kinds, dtypes)}
     assert seen == both | {("apply_penalties", torch.float32, False)}
 
@@ -59,27 +69,27 @@ def test_every_way_to_a_token_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_steps_at_start_run_within_the_narrowest_limits(
     name: str, limits: tuple[int, int, int]
 ) -> None:
-    """On a cache of two blocks, as where memory is planned: rows, tokens of a step, of a text."""
+    """On a cache of two blocks, as in profiling: rows, tokens of a step, of a sequence."""
     folder = local_folder("tiny") if name == "tiny" else SIBLINGS / name
     rows, tokens, length = limits
     config, spec = resolved(
         folder, max_batch_size=rows, max_num_tokens=tokens, max_seq_len=length, load_format="dummy"
     )
     mesh = RankMesh.single()
-    loaded = build.load_rank(config, spec, mesh, build.Timeline())
-    blocks = [2] * len(loaded.groups)
-    runner, state = build._wire(
-        config, spec, loaded.model, loaded.groups, mesh, loaded.device, blocks
+    loaded = load_rank(config, spec, mesh, Timeline())
+    cache = trial_cache(config, loaded.groups)
+    runner, state = wire_runner(
+        config, spec, loaded.model, loaded.groups, mesh, loaded.device, cache
     )
-    for plan in (build._largest_step(config), *build._short_steps(config)):
+    for plan in (largest_step(config), *short_steps(config)):
         runner.forward(plan)
         tokens_of_step = runner.sample(plan.step_id, LateInputs()).wait().token_ids
         assert len(tokens_of_step) == plan.num_entries
     length = min(2, tokens // rows)
     assert state.lengths_R[:2].tolist() == [length, length + 1]
-    sizes = build.eager_sizes(config)
+    sizes = eager_sizes(config)
     assert all(size <= min(tokens, rows * config.max_seq_len) for size in sizes)
-    build.run_sizes(runner, loaded.model, config, sizes)
+    run_sizes(runner, loaded.model, config, sizes)
 
 
 @pytest.mark.parametrize("most", [8, 100, 2048, 8192])
@@ -89,7 +99,7 @@ def test_sizes_have_one_in_each_range_where_kernels_stay_the_same(most: int) -> 
         local_folder("tiny"), max_batch_size=64, max_num_tokens=max(64, most), max_seq_len=512
     )
     config = dataclasses.replace(config, max_num_tokens=most)
-    sizes = build.eager_sizes(config)
+    sizes = eager_sizes(config)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] <= most
     for factor in (1.0, 1.2, 1.28, 1.6, 1.8):
 
@@ -103,8 +113,8 @@ def test_sizes_have_one_in_each_range_where_kernels_stay_the_same(most: int) -> 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen2_moe", "qwen3_next"])
 def test_weights_take_no_more_than_is_said_without_a_device(name: str) -> None:
     config, spec = resolved(SIBLINGS / name, load_format="dummy")
-    _, _, weights = build.load_model(config, spec, RankMesh.single(), build.Timeline())
-    assert weights <= build.most_weight_bytes(config, spec) <= 2 * weights
+    _, _, weights = load_model(config, spec, RankMesh.single(), Timeline())
+    assert weights <= most_weight_bytes(config, spec) <= 2 * weights
 
 
 @pytest.mark.parametrize(
@@ -121,14 +131,27 @@ def test_decodes_that_no_graph_takes(
 ) -> None:
     config, _ = resolved(local_folder("tiny"), max_batch_size=8)
     config = dataclasses.replace(config, graph_batch_sizes=graphs, graph_padding=has_padding)
-    assert build.eager_decodes(config) == eager
+    assert eager_decodes(config) == eager
 
 
 def test_a_shortened_model_has_one_layer_of_each_kind() -> None:
     config, spec = resolved(SIBLINGS / "qwen3_next", load_format="dummy")
-    model = build.load_rank(config, spec, RankMesh.single(), build.Timeline()).model
+    model = load_rank(config, spec, RankMesh.single(), Timeline()).model
     layers = list(model.layers)
     with model.shortened():
         kinds = [type(layer.attention) for layer in model.layers]
         assert len(kinds) == len(set(kinds)) == 2 and model.layers[0] is layers[0]
     assert list(model.layers) == layers
+
+
+def test_layers_that_a_checkpoint_quantizes_differently_are_kinds_of_their_own() -> None:
+    config, spec = resolved(local_folder("tiny"), load_format="dummy")
+    model = load_rank(config, spec, RankMesh.single(), Timeline()).model
+    assert spec.shortened().num_layers == 1 and len(model.layers) > 1
+    with model.shortened():
+        assert len(model.layers) == 1
+    norm = model.layers[1].post_norm
+    norm.weight = torch.nn.Parameter(norm.weight.double())
+    layers = list(model.layers)
+    with model.shortened():
+        assert list(model.layers) == layers[:2]

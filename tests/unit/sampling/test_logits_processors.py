@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from penstock.sampling import stages
+from penstock.sampling import logits_processors
 from penstock.sampling.state import SamplingState
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import RowJoin
@@ -40,19 +40,19 @@ def make_state(*joins: RowJoin) -> SamplingState:
     return state
 
 
-def edit(state: SamplingState, logits: torch.Tensor, rows: list[int], lengths: list[int]):
+def process(state: SamplingState, logits: torch.Tensor, rows: list[int], lengths: list[int]):
     rows_L = torch.tensor(rows)
     lengths_L = torch.tensor(lengths, dtype=torch.int32)
-    needs = state.needs(np.array(rows, np.int32))
-    return stages.edit(logits, rows_L, lengths_L, state.params(rows_L), needs, state)
+    flags = state.flags(np.array(rows, np.int32))
+    return logits_processors.process(logits, rows_L, lengths_L, state.params(rows_L), flags, state)
 
 
 def kept(state: SamplingState, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Mask of the tokens that may be drawn."""
-    cutoffs = stages.cutoffs(
+    thresholds = logits_processors.thresholds(
         logits, np.array(rows, np.int32), state.params(torch.tensor(rows)), state
     )
-    return logits >= cutoffs[:, None]
+    return logits >= thresholds[:, None]
 
 
 def some_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_repetition_penalty_equals_the_reference_processor(penalty):
         *(join(row, tokens[row], num_prompt=2, repetition_penalty=penalty) for row in range(2))
     )
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(tokens), logits.clone())
-    torch.testing.assert_close(edit(state, logits, [0, 1], [4, 4]), expected)
+    torch.testing.assert_close(process(state, logits, [0, 1], [4, 4]), expected)
 
 
 def test_presence_and_frequency_look_at_the_output_only():
@@ -138,7 +138,7 @@ def test_presence_and_frequency_look_at_the_output_only():
     expected = logits.numpy().copy()
     for token, count in {9: 3, 20: 1}.items():
         expected[0, token] -= 0.7 + count * -0.3
-    np.testing.assert_allclose(edit(state, logits, [2], [6]).numpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(process(state, logits, [2], [6]).numpy(), expected, rtol=1e-6)
 
 
 def test_min_tokens_equals_the_reference_processor():
@@ -148,7 +148,7 @@ def test_min_tokens_equals_the_reference_processor():
     for num_tokens in (3, 4, 5, 6):
         ids = torch.zeros(1, num_tokens, dtype=torch.long)
         expected = reference(ids, logits.clone())
-        assert torch.equal(edit(state, logits, [1], [num_tokens]), expected), num_tokens
+        assert torch.equal(process(state, logits, [1], [num_tokens]), expected), num_tokens
 
 
 def test_logit_bias_is_added_to_its_tokens():
@@ -158,7 +158,7 @@ def test_logit_bias_is_added_to_its_tokens():
     expected = logits.numpy().copy()
     expected[0, 0] += -100.0
     expected[2, :40] += np.array(list(bias.values()), np.float32)
-    np.testing.assert_allclose(edit(state, logits, [0, 1, 2], [2, 2, 2]).numpy(), expected)
+    np.testing.assert_allclose(process(state, logits, [0, 1, 2], [2, 2, 2]).numpy(), expected)
 
 
 def test_a_bias_ends_with_its_sequence():
@@ -167,7 +167,7 @@ def test_a_bias_ends_with_its_sequence():
     state.join([join(0)])
     expected = logits.clone()
     expected[1, 4] += 1.0
-    assert torch.equal(edit(state, logits, [0, 1], [2, 2]), expected)
+    assert torch.equal(process(state, logits, [0, 1], [2, 2]), expected)
 
 
 def test_a_bias_outside_the_vocabulary_changes_nothing():
@@ -175,15 +175,15 @@ def test_a_bias_outside_the_vocabulary_changes_nothing():
     state = make_state(join(0, logit_bias={VOCAB: 5.0, 10**9: 5.0, 4: 1.0}))
     expected = logits.clone()
     expected[0, 4] += 1.0
-    assert torch.equal(edit(state, logits, [0], [2]), expected)
+    assert torch.equal(process(state, logits, [0], [2]), expected)
 
 
 def test_editing_leaves_the_models_logits_alone():
     for dtype in (torch.float32, torch.bfloat16):
         logits = some_logits(1).to(dtype)
         before = logits.clone()
-        edited = edit(make_state(join(0, logit_bias={1: 4.0})), logits, [0], [2])
-        assert edited.dtype == torch.float32
+        processed = process(make_state(join(0, logit_bias={1: 4.0})), logits, [0], [2])
+        assert processed.dtype == torch.float32
         assert torch.equal(logits, before)
 
 
@@ -198,4 +198,4 @@ def test_stages_add_up_in_their_order():
     for token in (3, 9):
         expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
     expected[9] -= 0.4
-    np.testing.assert_allclose(edit(state, logits, [0], [2])[0].numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(process(state, logits, [0], [2])[0].numpy(), expected, rtol=1e-5)

@@ -142,7 +142,7 @@ def test_draws_are_independent_of_the_draw_before():
     assert ((pairs - expected) ** 2 / expected).sum() < 46.0  # 15 degrees, 5e-5
 
 
-def test_neighbouring_seeds_draw_independently():
+def test_neighboring_seeds_draw_independently():
     ids = {}
     for seed in (7, 8):
         sampler = make_sampler(join(0, seed=seed), vocab_size=4)

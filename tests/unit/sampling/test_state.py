@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.sampling.state import Needs, SamplingState, mix_seed
+from penstock.sampling.state import SamplingFlags, SamplingState, mix_seed
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import RowJoin
 
@@ -64,7 +64,7 @@ def test_unused_and_padding_rows_are_neutral_and_greedy():
     params = state.params(torch.arange(MAX_ROWS + 1))
     assert params("temperature").tolist() == [0.0] * (MAX_ROWS + 1)
     assert params("top_p").tolist() == [1.0] * (MAX_ROWS + 1)
-    assert state.needs(np.arange(MAX_ROWS + 1)) == Needs(0)
+    assert state.flags(np.arange(MAX_ROWS + 1)) == SamplingFlags(0)
 
 
 def test_greedy_rows_ask_for_no_draw_however_greedy_is_spelled():
@@ -72,17 +72,21 @@ def test_greedy_rows_ask_for_no_draw_however_greedy_is_spelled():
     state.join(
         [join(0, temperature=0.0, top_p=0.9), join(1, top_k=1, min_p=0.1), join(2, top_p=0.0)]
     )
-    assert state.needs(np.array([0, 1, 2])) == Needs(0)
+    assert state.flags(np.array([0, 1, 2])) == SamplingFlags(0)
 
 
 def test_a_row_forgets_its_last_sequence():
     state = make_state()
     state.join([join(3, logit_bias={1: 2.0}, top_k=4, logprobs=2, presence_penalty=1.0)])
-    assert state.needs(np.array([3])) == (
-        Needs.RANDOM | Needs.BIAS | Needs.TOP | Needs.LOGPROBS | Needs.PENALTIES
+    assert state.flags(np.array([3])) == (
+        SamplingFlags.RANDOM
+        | SamplingFlags.BIAS
+        | SamplingFlags.TOP
+        | SamplingFlags.LOGPROBS
+        | SamplingFlags.PENALTIES
     )
     state.join([join(3)])
-    assert state.needs(np.array([3])) == Needs.RANDOM
+    assert state.flags(np.array([3])) == SamplingFlags.RANDOM
 
 
 def test_an_unseeded_request_has_the_same_seed_after_a_preemption_and_on_every_rank():
@@ -94,7 +98,7 @@ def test_an_unseeded_request_has_the_same_seed_after_a_preemption_and_on_every_r
     assert ranks[1].params(torch.tensor([5]))("seed").tolist() == first[1:]
 
 
-def test_drawn_seeds_differ_between_neighbours():
+def test_drawn_seeds_differ_between_neighbors():
     seeds = {mix_seed(seed, request) for seed in range(20) for request in range(500)}
     assert len(seeds) == 20 * 500
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
@@ -112,17 +116,17 @@ sequence = st.tuples(
 @given(
     st.lists(st.lists(sequence, max_size=4, unique_by=lambda joined: joined[0]), max_size=12),
 )
-def test_seen_tokens_of_every_penalised_row_are_its_own(steps):
+def test_seen_tokens_of_every_penalized_row_are_its_own(steps):
     state = make_state()
     running: dict[int, tuple[list[int], list[int]]] = {}
     for step in steps:
         joins = []
-        for row, penalised, tokens, num_prompt in step:
-            penalty = {"presence_penalty": 1.0} if penalised else {}
+        for row, penalized, tokens, num_prompt in step:
+            penalty = {"presence_penalty": 1.0} if penalized else {}
             num_prompt = min(num_prompt, len(tokens))
             joins.append(join(row, tokens, num_prompt, **penalty))
             running.pop(row, None)
-            if penalised:
+            if penalized:
                 running[row] = tokens[:num_prompt], tokens[num_prompt:]
         state.join(joins)
         slots = state.params(torch.arange(MAX_ROWS))("slot").tolist()

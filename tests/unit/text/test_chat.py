@@ -1,6 +1,7 @@
 """Prompts equal transformers' apply_chat_template for every template there is here."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tiny_tokenizers import SHARED
 
 from penstock.errors import ConfigError, RequestError
 from penstock.text.chat import SIMPLE_TEMPLATE, ChatTemplate, read_chat_template
+from penstock.text.harmony_prompt import HarmonyTemplate
 from penstock.types.request import ChatOptions
 
 MANY = 100_000
@@ -89,15 +91,27 @@ def test_the_shared_templates_are_here():
     [
         (PLAIN, {"add_generation_prompt": True}),
         (PLAIN[1:3], {"add_generation_prompt": False}),
-        (PLAIN, {"add_generation_prompt": True, "tools": [TOOL]}),
         (PLAIN, {"add_generation_prompt": True, "enable_thinking": False}),
         (PLAIN[:3], {"add_generation_prompt": False, "continue_final_message": True}),
     ],
-    ids=["plain", "no-prompt", "tools", "kwargs", "continue"],
+    ids=["plain", "no-prompt", "kwargs", "continue"],
 )
 def test_rendered_exactly_as_transformers(template, messages, options, apply_chat_template):
     expected = apply_chat_template(template, messages, **options)
     assert render(template, messages, options) == expected
+
+
+@pytest.mark.parametrize("template", REAL_TEMPLATES)
+def test_tools_are_rendered_as_transformers_does_or_refused_where_they_would_be_dropped(
+    template, apply_chat_template
+):
+    options = {"add_generation_prompt": True}
+    expected = apply_chat_template(template, PLAIN, **options, tools=[TOOL])
+    if expected == apply_chat_template(template, PLAIN, **options):
+        with pytest.raises(RequestError, match="no place for tools"):
+            render(template, PLAIN, options | {"tools": [TOOL]})
+    else:
+        assert render(template, PLAIN, options | {"tools": [TOOL]}) == expected
 
 
 @pytest.mark.parametrize("template", REAL_TEMPLATES)
@@ -113,6 +127,8 @@ def test_tool_calls_are_rendered_as_transformers_does_in_the_form_the_template_w
     except TypeError:
         expected = apply_chat_template(template, WITH_CALL, tools=[TOOL])
     options = {"add_generation_prompt": False, "tools": [TOOL]}
+    if apply_chat_template(template, PLAIN, tools=[TOOL]) == apply_chat_template(template, PLAIN):
+        del options["tools"]  # they would be dropped, which is refused; the calls are not
     assert render(template, WITH_CALL, options) == expected
     assert render(template, as_object, options) == expected
 
@@ -149,10 +165,10 @@ def test_documents_and_generation_tag():
 
 
 def test_requests_with_tools_use_the_tool_template():
-    template = ChatTemplate({"default": "plain", "tool_use": "tools"}, {})
+    template = ChatTemplate({"default": "plain", "tool_use": "{{ tools[0].function.name }}"}, {})
     message = [{"role": "user", "content": "x"}]
     assert template.render(message, ChatOptions(), MANY) == "plain"
-    assert template.render(message, ChatOptions(tools=(TOOL,)), MANY) == "tools"
+    assert template.render(message, ChatOptions(tools=(TOOL,)), MANY) == "weather"
 
 
 @pytest.mark.parametrize(
@@ -204,6 +220,48 @@ def test_bad_chat_requests_are_refused(messages, options, expected):
         ChatTemplate({"default": SIMPLE_TEMPLATE}, {}).render(messages, options, MANY)
 
 
+def with_arguments(arguments):
+    call = {"id": "call00000", "type": "function", "function": {"name": "f"}}
+    call["function"]["arguments"] = arguments
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": ["\\u00fc"]}', '{"a": ["ü"]}'),
+        ('{"a": "\\ud83d\\ude00"}', '{"a": "😀"}'),
+        # What is malformed, or no template could write, stays the text that it was.
+        ("[" * 1000, json.dumps("[" * 1000)),
+        ("[" * 1000 + "]" * 1000, json.dumps("[" * 1000 + "]" * 1000)),
+        ('{"a": "\\ud800"}', json.dumps('{"a": "\\ud800"}')),
+        ("[" + "[]," * 100_000 + "1]", json.dumps("[" + "[]," * 100_000 + "1]")),
+    ],
+)
+def test_odd_arguments_of_a_tool_call_are_rendered(arguments, expected):
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    template = ChatTemplate({"default": source}, {})
+    assert template.render(with_arguments(arguments), ChatOptions(), 10**6) == expected
+
+
+def test_a_template_that_writes_no_characters_is_a_request_error():
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
+        ChatTemplate({"default": "{{ '\\ud800' }}"}, {}).render(
+            [{"role": "user", "content": "x"}], ChatOptions(), MANY
+        )
+
+
+def test_nothing_is_computed_while_a_template_is_compiled():
+    """With folding this would be a text of 40 MB in the compiled code, made at once."""
+    source = "{% if x %}{{ 'a' * 40000000 }}{% set y = 'b' * 40000000 %}{% endif %}"
+    tracemalloc.start()
+    try:
+        ChatTemplate({"default": source}, {})
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
 def test_syntax_error_is_found_when_loading():
     with pytest.raises(ConfigError, match="line 2"):
         ChatTemplate({"default": "\n{% if %}"}, {})
@@ -217,3 +275,50 @@ def test_chat_template_option_is_simple_a_file_or_the_text(tmp_path: Path):
     assert read_chat_template("{{ 1 }}") == "{{ 1 }}"
     with pytest.raises(ConfigError, match="neither"):
         read_chat_template(str(tmp_path / "missing.jinja"))
+
+
+WITHOUT_TOOLS = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("field", ["tools", "documents"])
+def test_what_a_template_has_no_place_for_is_refused_with_the_way_out(field):
+    template = ChatTemplate({"default": WITHOUT_TOOLS}, {})
+    with pytest.raises(RequestError, match=f"no place for {field}.*--chat_template") as refusal:
+        template.render(PLAIN, ChatOptions(**{field: (TOOL,)}), MANY)
+    assert (refusal.value.code, refusal.value.param) == ("unsupported", field)
+    assert ('tool_choice to "none"' in refusal.value.message) == (field == "tools")
+
+
+def test_verbosity_goes_to_a_template_that_reads_it_and_is_refused_by_others():
+    options = ChatOptions(template_kwargs={"verbosity": "low"})
+    template = ChatTemplate({"default": WITHOUT_TOOLS + "{{ verbosity }}"}, {})
+    assert template.render(PLAIN, options, MANY).endswith("low")
+    for other in (ChatTemplate({"default": WITHOUT_TOOLS}, {}), HarmonyTemplate()):
+        with pytest.raises(RequestError, match=r"no place for verbosity.*leave it out") as refusal:
+            other.render(PLAIN, options, MANY)
+        assert (refusal.value.code, refusal.value.param) == ("unsupported", "verbosity")
+
+
+@pytest.mark.parametrize("use", ["' ' + m.content", "m.content.strip()", "m.content | length"])
+def test_a_null_that_the_template_cannot_take_is_said_in_a_sentence(use):
+    template = ChatTemplate(
+        {"default": f"{{% for m in messages %}}{{{{ {use} }}}}{{% endfor %}}"}, {}
+    )
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]
+    with pytest.raises(RequestError) as refusal:
+        template.render(messages, ChatOptions(), MANY)
+    assert "messages[1].content is null, which it cannot take" in refusal.value.message
+    assert "NoneType" not in refusal.value.message and "'None'" not in refusal.value.message
+
+
+def test_what_a_template_says_itself_is_passed_on_also_beside_a_null():
+    template = ChatTemplate({"default": "{{ raise_exception('roles must alternate') }}"}, {})
+    with pytest.raises(RequestError, match="roles must alternate"):
+        template.render([{"role": "assistant", "content": None}], ChatOptions(), MANY)
+
+
+def test_the_simple_template_writes_nothing_for_a_null():
+    template = ChatTemplate({"default": SIMPLE_TEMPLATE}, {})
+    messages = [{"role": "assistant", "content": None}, {"role": "user", "content": "Hi"}]
+    text = template.render(messages, ChatOptions(), MANY)
+    assert text == "assistant: \nuser: Hi\nassistant:"

@@ -24,7 +24,7 @@ def stream(tokenizer, ids, cuts, skip_special_tokens):
     detokenizer = Detokenizer(tokenizer, skip_special_tokens)
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     parts = [detokenizer.push(ids[start:end]) for start, end in pairwise(edges)]
-    return "".join(parts) + detokenizer.finish()
+    return "".join(parts) + detokenizer.flush()
 
 
 @pytest.mark.parametrize("name", [*REAL, *TINY])
@@ -61,7 +61,7 @@ def test_half_a_character_waits_for_its_other_half(load_tokenizer):
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode("é🙂", add_special_tokens=False)
     assert [detokenizer.push([token_id]) for token_id in ids] == ["", "é", "", "", "", "🙂"]
-    assert detokenizer.finish() == ""
+    assert detokenizer.flush() == ""
 
 
 def test_a_character_cut_off_by_the_end_is_one_replacement(load_tokenizer):
@@ -69,7 +69,7 @@ def test_a_character_cut_off_by_the_end_is_one_replacement(load_tokenizer):
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode("🙂", add_special_tokens=False)[:3]
     assert detokenizer.push(ids) == ""
-    assert detokenizer.finish() == tokenizer.decode(ids) == "\ufffd"
+    assert detokenizer.flush() == tokenizer.decode(ids) == "\ufffd"
 
 
 def test_only_the_first_blank_of_the_text_is_cut(load_tokenizer):

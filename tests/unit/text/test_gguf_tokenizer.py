@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from penstock.errors import ConfigError
 from penstock.hub.folder import cache_home
 from penstock.text.detokenizer import Detokenizer
-from penstock.text.gguf import read_gguf_tokenizer, save_gguf_tokenizer
+from penstock.text.gguf_tokenizer import read_gguf_tokenizer, save_gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer
 
 QUICK = settings(
@@ -100,7 +100,7 @@ def assert_same(ours: Tokenizer, theirs: Backend, text: str) -> None:
     for skip in (False, True):
         assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
         detokenizer = Detokenizer(ours, skip)
-        streamed = "".join(detokenizer.push([i]) for i in ids) + detokenizer.finish()
+        streamed = "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
         assert streamed == ours.decode(ids, skip)
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tiny_tokenizers import SHARED
 
 from penstock.errors import RequestError
+from penstock.text.chat_format import choose_chat_format
 from penstock.text.detokenizer import Detokenizer
-from penstock.text.dialect import choose_dialect
 from penstock.text.harmony_prompt import HarmonyTemplate, is_gpt_oss
 from penstock.text.tools.calls import joined
 from penstock.types.request import ChatOptions
@@ -39,8 +39,8 @@ def tokenizer(load_tokenizer):
 
 
 @pytest.fixture(scope="module")
-def dialect(tokenizer):
-    return choose_dialect(tokenizer, tokenizer.chat_templates.values(), "auto", "auto")
+def chat_format(tokenizer):
+    return choose_chat_format(tokenizer, tokenizer.chat_templates.values(), "auto", "auto")
 
 
 def ours(tokenizer, messages, **options) -> list[int]:
@@ -49,7 +49,7 @@ def ours(tokenizer, messages, **options) -> list[int]:
 
 
 def theirs(library, messages, tools=(), effort="medium") -> list[int]:
-    """The same conversation as the library's messages, which drops old thoughts by itself."""
+    """The same conversation as the library's messages, which drops old reasoning by itself."""
     efforts = {"low": "LOW", "medium": "MEDIUM", "high": "HIGH"}
     system = (
         oh.SystemContent.new()
@@ -93,7 +93,7 @@ def theirs(library, messages, tools=(), effort="medium") -> list[int]:
                 said = oh.Message.from_role_and_content(oh.Role.ASSISTANT, text)
                 conversation.append(said.with_channel(channel))
 
-            # The library drops thoughts before the first answer only, its guide before the last.
+            # The library drops reasoning before the first answer only, its guide before the last.
             if message.get("reasoning_content") and i > last_final:
                 add(message["reasoning_content"], "analysis")
             calls = message.get("tool_calls", ())
@@ -143,7 +143,7 @@ def conversations(draw):
 @FUZZ
 @given(messages=conversations(), effort=st.sampled_from(["low", "medium", "high"]))
 def test_conversations_become_the_librarys_tokens(library, tokenizer, messages, effort):
-    """Also those whose words look like marks: they are not read as such."""
+    """Also those whose words look like special tokens: they are not read as such."""
     kwargs = {} if effort == "medium" else {"reasoning_effort": effort}
     expected = theirs(library, messages, effort=effort)
     assert ours(tokenizer, messages, template_kwargs=kwargs) == expected
@@ -214,7 +214,7 @@ def test_tools_become_the_librarys_tokens(library, tokenizer, tools, with_system
 
 @st.composite
 def answers(draw):
-    """An answer's tokens as the library writes them, up to the mark that ended it."""
+    """An answer's tokens as the library writes them, up to the special token that ended it."""
     messages = []
     for _ in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from(["analysis", "commentary", "final", "call", "python"]))
@@ -246,15 +246,15 @@ def folded(messages) -> tuple[str, str, list[tuple[str, str]]]:
     return "\n".join(reasoning), "\n".join(text), calls
 
 
-def parsed(tokenizer, dialect, ids, sizes):
-    detokenizer = Detokenizer(tokenizer, marks=dialect.marks)
-    parser = dialect.parser("<|start|>assistant")
+def parsed(tokenizer, chat_format, ids, sizes):
+    detokenizer = Detokenizer(tokenizer, tags=chat_format.tags)
+    parser = chat_format.parser("<|start|>assistant")
     news, ids, sizes = [], list(ids), list(sizes)
     while ids:
         size = sizes.pop(0) if sizes else 1
         news.append(parser.push(detokenizer.push(ids[:size])))
         ids = ids[size:]
-    news += [parser.push(detokenizer.finish()), parser.finish()]
+    news += [parser.push(detokenizer.flush()), parser.flush()]
     calls = joined(call for one in news for call in one.tool_calls)
     return (
         "".join(one.reasoning for one in news),
@@ -265,30 +265,30 @@ def parsed(tokenizer, dialect, ids, sizes):
 
 @FUZZ
 @given(answer=answers(), sizes=st.lists(st.integers(1, 9), max_size=20))
-def test_answers_are_read_as_the_library_reads_them(library, tokenizer, dialect, answer, sizes):
+def test_answers_are_read_as_the_library_reads_them(library, tokenizer, chat_format, answer, sizes):
     messages, is_cut = answer
     whole = oh.Conversation.from_messages(messages)
     ids = library.render_conversation(whole)[2:]  # the prompt has <|start|>assistant
-    if is_cut:  # what the engine gives: without the mark that ended it
+    if is_cut:  # what the engine gives: without the special token that ended it
         ids = ids[:-1]
     expected = library.parse_messages_from_completion_tokens(ids, oh.Role.ASSISTANT)
-    assert parsed(tokenizer, dialect, ids, sizes) == folded(expected)
+    assert parsed(tokenizer, chat_format, ids, sizes) == folded(expected)
 
 
-def test_words_that_look_like_marks_are_words(library, tokenizer, dialect):
+def test_words_that_look_like_special_tokens_are_words(library, tokenizer, chat_format):
     words = "Say <|end|> and <|channel|>final<|message|>."
     ids = library.encode("<|channel|>final<|message|>", allowed_special="all")
     ids += library.encode(words, disallowed_special=())
-    assert parsed(tokenizer, dialect, ids, ()) == ("", words, [])
+    assert parsed(tokenizer, chat_format, ids, ()) == ("", words, [])
 
 
-def test_a_character_cut_off_by_a_mark_does_not_reach_the_next_message(library, tokenizer, dialect):
+def test_a_character_cut_off_by_a_special_token_is_dropped_there(library, tokenizer, chat_format):
     half = library.encode("🙂🫠", disallowed_special=())[:-1]
     ids = library.encode("<|channel|>analysis<|message|>", allowed_special="all") + half
     ids += library.encode(
         "<|end|><|start|>assistant<|channel|>final<|message|>x", allowed_special="all"
     )
-    reasoning, text, _ = parsed(tokenizer, dialect, ids, ())
+    reasoning, text, _ = parsed(tokenizer, chat_format, ids, ())
     assert reasoning.startswith("🙂") and reasoning.endswith("\ufffd") and text == "x"
 
 

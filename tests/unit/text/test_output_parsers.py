@@ -8,41 +8,41 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.text.harmony import MARKS, HarmonyParser, mark_letters
-from penstock.text.parsed import AnswerParser, TextParser
+from penstock.text.harmony import SPECIAL_TOKENS, HarmonyParser, special_token_letters
+from penstock.text.output_parser import OutputParser, TextParser
 from penstock.text.reasoning.think import ThinkParser
 from penstock.text.tools.calls import joined
-from penstock.text.tools.hermes import HermesParser
+from penstock.text.tools.formats import FORMATS
 
 
-class _MarksOnly:
-    """A tokenizer that has the marks of harmony and nothing else."""
+class _HarmonyTokens:
+    """A tokenizer that has harmony's special tokens and nothing else."""
 
     def id_of(self, token: str) -> int | None:
-        return MARKS.index(token) if token in MARKS else None
+        return SPECIAL_TOKENS.index(token) if token in SPECIAL_TOKENS else None
 
 
-LETTERS = dict(zip(MARKS, mark_letters(_MarksOnly()).values(), strict=True))
+LETTERS = dict(zip(SPECIAL_TOKENS, special_token_letters(_HarmonyTokens()).values(), strict=True))
 
 
 def as_letters(text: str) -> str:
-    for mark, letter in LETTERS.items():
-        text = text.replace(mark, letter)
+    for token, letter in LETTERS.items():
+        text = text.replace(token, letter)
     return text
 
 
 PARSERS = {
     "think": lambda: TextParser(ThinkParser(), None),
     "think, opened": lambda: TextParser(ThinkParser(begins_inside=True), None),
-    "hermes": lambda: TextParser(None, HermesParser()),
-    "think and hermes": lambda: TextParser(ThinkParser(), HermesParser()),
+    "hermes": lambda: TextParser(None, FORMATS["hermes"].parser([])),
+    "think and hermes": lambda: TextParser(ThinkParser(), FORMATS["hermes"].parser([])),
     "harmony": lambda: HarmonyParser(["get"]),
-    "harmony, in an answer": lambda: HarmonyParser(in_answer=True),
+    "harmony, in the final channel": lambda: HarmonyParser(in_final=True),
 }
 
 
-def parse(parser: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    parsed = [*map(parser.push, pieces), parser.finish()]
+def parse(parser: OutputParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    parsed = [*map(parser.push, pieces), parser.flush()]
     calls = joined(itertools.chain.from_iterable(one.tool_calls for one in parsed))
     assert [call.id[:5] for call in calls] == ["call_"] * len(calls)
     reasoning, text = ("".join(getattr(p, kind) for p in parsed) for kind in ("reasoning", "text"))
@@ -203,7 +203,7 @@ def test_every_cut_in_two_and_three_of_a_good_answer(name):
             "<|start|>functions.f to=assistant<|channel|>commentary<|message|>5",
             ("5", "", []),
         ),
-        ("harmony, in an answer", " more<|return|>", ("", " more", [])),
+        ("harmony, in the final channel", " more<|return|>", ("", " more", [])),
     ],
 )
 def test_what_is_made_of(name, text, expected):
@@ -211,7 +211,7 @@ def test_what_is_made_of(name, text, expected):
 
 
 def test_a_call_is_named_before_its_arguments_end():
-    parser = HermesParser()
+    parser = FORMATS["hermes"].parser([])
     assert parser.push('<tool_call>\n{"name": "f"') == ""
     [opening] = parser.calls.take()
     assert (opening.index, opening.name, opening.arguments) == (0, "f", "")
@@ -223,18 +223,18 @@ def test_a_call_is_named_before_its_arguments_end():
 
 BIG = 400_000
 HOSTILE = {
-    "open marks": "<tool_call>" * (BIG // 11),
-    "pairs of marks": "<tool_call></tool_call>" * (BIG // 23),
-    "half marks": "<tool_cal" * (BIG // 9),
+    "open tags": "<tool_call>" * (BIG // 11),
+    "pairs of tags": "<tool_call></tool_call>" * (BIG // 23),
+    "half tags": "<tool_cal" * (BIG // 9),
     "calls": '<tool_call>{"name": "f"}</tool_call>' * (BIG // 36),
     "a deep call": '<tool_call>{"name": "f", "arguments": ' + "[" * BIG,
     "a long string": '<tool_call>{"name": "f", "arguments": {"a": "' + "\\\\" * (BIG // 2),
     "a long nameless string": '<tool_call>{"' + "x" * BIG,
     "arguments as a string": '<tool_call>{"name": "f", "arguments": "' + "x" * BIG,
     "blanks": " \n" * (BIG // 2),
-    "thoughts of blanks": "<think>" + " \n" * (BIG // 2),
-    "thoughts of half marks": "<think>" + "</think" * (BIG // 7),
-    "marks of harmony": "".join(LETTERS.values()) * (BIG // 7),
+    "reasoning of blanks": "<think>" + " \n" * (BIG // 2),
+    "reasoning of half tags": "<think>" + "</think" * (BIG // 7),
+    "special tokens of harmony": "".join(LETTERS.values()) * (BIG // 7),
     "a header": LETTERS["<|channel|>"] + "x" * BIG,
     "constraints": LETTERS["<|constrain|>"] * BIG,
     "calls of harmony": as_letters("<|channel|>commentary to=functions.f<|message|>{}<|call|>")

@@ -15,7 +15,7 @@ def run(pieces, stops, include):
     search = StopStrings(stops, include)
     shown = "".join(search.push(piece) for piece in pieces)
     if search.found is None:
-        shown += search.finish()
+        shown += search.flush()
     return shown, search.found
 
 
@@ -57,8 +57,8 @@ def test_a_stop_string_across_a_border_is_not_shown():
 def test_text_held_for_nothing_is_given_back_at_the_end():
     search = StopStrings(["STOP"])
     assert search.push("go ST") == "go "
-    assert search.finish() == "ST"
-    assert search.finish() == ""
+    assert search.flush() == "ST"
+    assert search.flush() == ""
 
 
 def test_included_stop_string_ends_the_text():
@@ -69,4 +69,4 @@ def test_included_stop_string_ends_the_text():
 def test_without_stop_strings_everything_passes():
     search = StopStrings([])
     assert search.push("anything") == "anything"
-    assert search.finish() == ""
+    assert search.flush() == ""

@@ -133,7 +133,7 @@ def test_chat_template_is_found_where_it_lies(files, expected, tmp_path):
     assert Tokenizer.from_folder(tmp_path).chat_templates == expected
 
 
-def test_overlong_text_is_refused_before_tokenising():
+def test_overlong_text_is_refused_before_tokenizing():
     check_length("x" * (10 * MAX_CHARS_PER_TOKEN), max_seq_len=10)
     with pytest.raises(RequestError) as caught:
         check_length("x" * (10 * MAX_CHARS_PER_TOKEN + 1), max_seq_len=10)

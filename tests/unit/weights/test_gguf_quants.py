@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.gemm.codes import FORMS, Form, pack, unpack
-from penstock.weights.gguf_codes import _READERS, codes_of
+from penstock.kernels.gemm.quantized_cpu import FORMS, Form, pack_cpu, unpack_cpu
+from penstock.weights.gguf_quants import _READERS, quantized_rows
 
 HALVES = {  # where a block keeps fp16 numbers; random bytes there could be NaN
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
@@ -38,32 +38,32 @@ def test_packed_codes_are_the_unpacked_weights(name: str) -> None:
     lines = random_lines(name, 20, 512)
     expected = torch.from_numpy(gguf.dequantize(lines, kind))
 
-    codes = codes_of(lines, kind)
-    weight = pack([codes])
+    codes = quantized_rows(lines, kind)
+    weight = pack_cpu([codes])
 
     assert weight.form == FORM[name]
-    torch.testing.assert_close(unpack(weight), expected, atol=0, rtol=0)
+    torch.testing.assert_close(unpack_cpu(weight), expected, atol=0, rtol=0)
 
 
 def test_a_type_with_a_table_has_no_codes() -> None:
     lines = np.zeros((2, 18), np.uint8)
-    assert codes_of(lines, gguf.GGMLQuantizationType.IQ4_NL) is None
-    assert codes_of(lines, gguf.GGMLQuantizationType.F16) is None
+    assert quantized_rows(lines, gguf.GGMLQuantizationType.IQ4_NL) is None
+    assert quantized_rows(lines, gguf.GGMLQuantizationType.F16) is None
 
 
 def test_parts_of_different_types_share_the_wider_form() -> None:
     kinds = ("Q4_1", "Q8_0", "Q6_K")
     lines = [random_lines(name, 10, 256) for name in kinds]
     parts = [
-        codes_of(line, gguf.GGMLQuantizationType[name])
+        quantized_rows(line, gguf.GGMLQuantizationType[name])
         for line, name in zip(lines, kinds, strict=True)
     ]
     expected = [
         torch.from_numpy(gguf.dequantize(line, gguf.GGMLQuantizationType[name]))
         for line, name in zip(lines, kinds, strict=True)
     ]
-    assert pack(parts[:2]).form == Form(8, 32, torch.float16)
-    weight = pack(parts, num_outputs=40)
+    assert pack_cpu(parts[:2]).form == Form(8, 32, torch.float16)
+    weight = pack_cpu(parts, out_features=40)
     assert weight.form == Form(8, 16, torch.float32)
     expected = torch.cat((*expected, torch.zeros(10, 256)))
-    torch.testing.assert_close(unpack(weight), expected, atol=0, rtol=0)
+    torch.testing.assert_close(unpack_cpu(weight), expected, atol=0, rtol=0)

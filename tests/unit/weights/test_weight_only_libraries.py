@@ -14,15 +14,15 @@ from tiny_models import make_checkpoint
 from torch import Tensor, nn
 
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.coded import Coded, nf4_coded
-from penstock.kernels.fp8 import weight_values
+from penstock.kernels.gemm.fp8 import dequantized
+from penstock.kernels.quantized_weight import QuantizedWeight, quantize_nf4
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
-from penstock.quant.choose import choose_schemes
-from penstock.quant.parse import parse_quantization
-from penstock.weights.coded import gathered
+from penstock.quantization.choose import choose_schemes
+from penstock.quantization.quant_config import parse_quantization
 from penstock.weights.load import load_weights
+from penstock.weights.quantized import gathered
 from penstock.weights.stream import stream
 
 CPU = torch.device("cpu")
@@ -40,14 +40,14 @@ def weight() -> Tensor:
     return torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(1)) / INPUTS**0.5
 
 
-def read(folder: Path, settings: dict, tensors: dict[str, Tensor]) -> Coded:
+def read(folder: Path, settings: dict, tensors: dict[str, Tensor]) -> QuantizedWeight:
     """What we find in a file with these tensors of one module."""
     save_file({f"m.{k}": v.contiguous() for k, v in tensors.items()}, folder / "w.safetensors")
     spec = parse_quantization(json.loads(json.dumps(settings)))
-    assert spec is not None and spec.codes is not None
-    (found,) = gathered(stream((folder / "w.safetensors",)), spec.codes)
+    assert spec is not None and spec.weight_only is not None
+    (found,) = gathered(stream((folder / "w.safetensors",)), spec.weight_only)
     assert found.name == "m.weight" and found.shape == (OUTPUTS, INPUTS)
-    coded = found.read_coded((slice(None), slice(None)), CPU)
+    coded = found.read_quantized((slice(None), slice(None)), CPU)
     assert coded is not None
     assert torch.equal(found.read((slice(None), slice(None))), coded.values())
     return coded
@@ -237,7 +237,7 @@ def test_fp8_blocks_of_transformers(weight):
     scale = torch.rand(1, 2) / 448
     values = (weight / scale.repeat_interleave(128, 1)).to(torch.float8_e4m3fn)
     theirs = library.Fp8Dequantize(None)._dequantize_one(values, scale, torch.float32)
-    assert torch.equal(weight_values(values, scale), theirs)
+    assert torch.equal(dequantized(values, scale), theirs)
 
 
 def test_compressed_tensors_mxfp4(tmp_path, weight):
@@ -289,7 +289,7 @@ def test_bitsandbytes_nf4(tmp_path, weight, nested, dtype):
     assert theirs.dtype == dtype and ("weight.nested_absmax" in tensors) == nested
     assert torch.equal(coded.values().to(dtype), theirs)
     if not nested:  # what is made while loading is what they make
-        ours = nf4_coded(weight.to(dtype))
+        ours = quantize_nf4(weight.to(dtype))
         assert torch.equal(ours.scales_OG, coded.scales_OG)
         assert torch.equal(ours.codes_OI, coded.codes_OI)
 

@@ -30,7 +30,7 @@ def sharegpt(options: DatasetOptions, tokenizer: Tokenizer) -> list[Ask]:
     if sharegpt_file(options) is None:
         raise ConfigError(
             "sharegpt needs a file of conversations: name it with --dataset-path, or a folder to "
-            "fetch it into with --download-path"
+            "fetch it into with --download-path; '--dataset-name random' makes prompts up"
         )
     found: list[Ask] = []
     for question, answer in read_turns(options, tokenizer):

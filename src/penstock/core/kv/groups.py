@@ -1,7 +1,7 @@
 """Cache groups: layers that remember the same way share one, with its own blocks and its own rules.
 
 `FullGroup` keeps every token, `WindowGroup` those that a window still sees, `StateGroup` one state
-of the whole text. They share a protocol: the manager asks all groups, the scheduler knows none.
+of the whole sequence. They share a protocol: the manager asks all groups, the scheduler knows none.
 """
 
 import sys
@@ -10,11 +10,11 @@ from typing import Protocol
 
 from penstock.core.kv.block_pool import BlockPool
 from penstock.core.kv.prefix_index import PrefixIndex, Tokens, next_digest, root_digest
-from penstock.types.cache_spec import RESERVED_BLOCKS
+from penstock.types.cache_spec import state_blocks_needed
 
 NO_BLOCK = 0  # where a table holds nothing; padded device rows write to the block of this number
-# What a chat's template adds to a prompt to open the answer is no longer. Seven are the most known.
-_OPENING_TOKENS = 8
+# A chat template's generation prompt is no longer than this. Seven are the most known.
+_GENERATION_PROMPT_TOKENS = 8
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
@@ -23,11 +23,11 @@ def num_blocks(num_tokens: int, block_size: int) -> int:
 
 @dataclass(slots=True)
 class GroupTable:
-    """One holder's blocks in one group, in the order of its text."""
+    """One holder's blocks in one group, in the order of its tokens."""
 
     digests: list[bytes]  # digests[i] covers the first i full blocks; [0] is the root of its keys
     blocks: list[int] = field(default_factory=list)
-    num_forgotten: int = 0  # of the first blocks: not held any more, NO_BLOCK in the list
+    num_evicted: int = 0  # of the first blocks: out of the window, NO_BLOCK in the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,20 @@ class CacheGroup(Protocol):
         """The longest prefix, at most `limit` tokens, this group could take over."""
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
-        """Whether a text of `num_tokens` could start from `match` now and leave `num_spare`."""
+        """Whether a sequence of `num_tokens` could start from `match` now and leave `num_spare`."""
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks set aside for a text that grows to `num_tokens`; 0: they are never scarce."""
+        """Blocks set aside for a sequence that grows to `num_tokens`; 0: they are never scarce."""
 
     @property
     def num_free_tokens(self) -> int:
-        """By which texts can grow now, all together."""
+        """By which sequences can grow now, all together."""
 
     def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
         """A table that holds the match, and the (source, destination) blocks to copy for it."""
 
     def reserve(self, table: GroupTable, num_tokens: int) -> None:
-        """A text of `num_tokens` starts: take the blocks that must not be missing later."""
+        """A sequence of `num_tokens` starts: take the blocks that must not be missing later."""
 
     def num_missing(self, table: GroupTable, num_tokens: int) -> int:
         """Blocks the table lacks to hold `num_tokens`."""
@@ -72,12 +72,12 @@ class CacheGroup(Protocol):
     def grow(self, table: GroupTable, num_tokens: int) -> None: ...
 
     def chunk_limit(self, start: int, num_tokens: int, end: int) -> int:
-        """Shortens a chunk from `start` of a text of `end` tokens, to end where the group likes."""
+        """Shortens a chunk from `start` of a prefill of `end` tokens to where the group wants."""
 
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
     ) -> list[tuple[int, int]]:
-        """Blocks to copy before `step` goes on from the first `num_computed` of a text's tokens."""
+        """Blocks to copy before `step` goes on from the first `num_computed` of `tokens`."""
 
     def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
         """The first `num_computed` tokens are in the cache for good: make their blocks findable."""
@@ -86,7 +86,7 @@ class CacheGroup(Protocol):
 
 
 class FullGroup:
-    """Every token of the text stays; full blocks are shared, a partly equal block is copied."""
+    """Every token of the sequence stays; full blocks are shared, a partly equal block is copied."""
 
     def __init__(self, num_blocks: int, block_size: int, reuse: bool, partial_reuse: bool) -> None:
         self.block_size = block_size
@@ -133,8 +133,8 @@ class FullGroup:
         for block in match.shared:
             if block != NO_BLOCK:
                 self.pool.share(block)
-        num_forgotten = match.shared.count(NO_BLOCK)
-        table = GroupTable(list(match.digests), list(match.shared), num_forgotten)
+        num_evicted = match.shared.count(NO_BLOCK)
+        table = GroupTable(list(match.digests), list(match.shared), num_evicted)
         if match.copy_from is None:
             return table, []
         self.pool.touch(match.copy_from)
@@ -171,8 +171,8 @@ class FullGroup:
             table.digests.append(digest)
 
     def close(self, table: GroupTable, last_step: int) -> None:
-        # Last block first: the tail of a text is evicted before the prefix that others may share.
-        for block in reversed(table.blocks[table.num_forgotten :]):
+        # Last block first: the tail of a sequence is evicted before a prefix that others may share.
+        for block in reversed(table.blocks[table.num_evicted :]):
             self.pool.drop(block, last_step, block in self._index)
         table.blocks.clear()
 
@@ -180,8 +180,9 @@ class FullGroup:
 class WindowGroup(FullGroup):
     """Only blocks with one of the last `window` tokens stay with their holder.
 
-    Blocks are taken chunk by chunk, and `blocks_needed` is always enough, so that no admission need
-    ask for them. What is forgotten can be found again until its block is given to another.
+    Blocks are taken chunk by chunk, and `window_blocks_needed` is always enough, so that no
+    admission need ask for them. A block out of the window can be found again until it is given to
+    another.
     """
 
     def __init__(
@@ -189,20 +190,6 @@ class WindowGroup(FullGroup):
     ) -> None:
         super().__init__(num_blocks, block_size, reuse, partial_reuse)
         self._window = window
-
-    @staticmethod
-    def blocks_needed(
-        window: int, block_size: int, max_rows: int, max_step_tokens: int, depth: int
-    ) -> int:
-        """Blocks of a pool that is never short.
-
-        Every row has a window and the uneven ends of its tokens in flight, twice because a row may
-        be taken while its last holder's blocks wait for a step. All tokens of steps in flight are
-        kept; those of a holder that leaves wait for the last of its steps, while others follow.
-        """
-        per_row = num_blocks(window, block_size) + 3
-        per_step = num_blocks(max_step_tokens, block_size) + max_rows
-        return RESERVED_BLOCKS + 2 * max_rows * per_row + (2 * depth - 1) * per_step
 
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
         digests, found = [root_digest(keys)], list[int]()
@@ -242,11 +229,11 @@ class WindowGroup(FullGroup):
 
     def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
         super().index(table, tokens, num_computed)
-        # Steps in flight begin at num_computed: they neither write nor see what is forgotten here.
-        for i in range(table.num_forgotten, self._first_seen(num_computed)):
+        # Steps in flight begin at num_computed: they neither write nor see what is evicted here.
+        for i in range(table.num_evicted, self._first_seen(num_computed)):
             self.pool.drop(table.blocks[i], None, table.blocks[i] in self._index)
             table.blocks[i] = NO_BLOCK
-            table.num_forgotten = i + 1
+            table.num_evicted = i + 1
 
     def _first_seen(self, position: int) -> int:
         """Index of the first block that a query at `position` sees."""
@@ -254,16 +241,16 @@ class WindowGroup(FullGroup):
 
 
 class StateGroup:
-    """One block is the state of a whole text, changed by every step. Copies of it, taken where
-    another text may go on, are kept until their blocks are needed.
+    """One block is the state of a whole sequence, changed by every step. Snapshots of it, taken
+    where another sequence may go on, stay until their blocks are needed.
 
-    Three places of a prompt are worth a copy: every `interval` tokens, where texts with a common
-    beginning may part; its end, where the next turn of a chat goes on that repeats all of it; and
-    the last full block before the words that open an answer, for a next turn that does not repeat
-    those, or for the same prompt once more.
+    Three positions of a prompt are worth a snapshot: every `interval` tokens, where sequences with
+    a common prefix may part; its end, where the next turn of a chat goes on that repeats all of it;
+    and the last full block before the generation prompt, for a next turn that does not repeat
+    that, or for the same prompt once more.
 
-    Copies lie in whatever blocks no text holds. `num_kept` of them are theirs alone: a text that
-    starts takes the oldest of more than these, else it waits for a block.
+    Snapshots lie in whatever blocks no sequence holds. `num_reserved` of them are theirs alone: a
+    sequence that starts takes the oldest of more than these, else it waits for a block.
     """
 
     def __init__(
@@ -272,25 +259,20 @@ class StateGroup:
         assert interval % block_size == 0, (interval, block_size)
         self.block_size = block_size  # of the digests
         self._interval = interval
-        self._num_kept = num_blocks - self.blocks_needed(max_rows)
-        self._reuse = reuse and self._num_kept > 0
-        self._copies: dict[bytes, dict[bytes, int]] = {}  # full blocks -> what follows -> block
-        self._place_of: dict[int, tuple[bytes, bytes]] = {}
-        self.pool = BlockPool(num_blocks, self._forget)
-
-    @staticmethod
-    def blocks_needed(max_rows: int) -> int:
-        """Without copies."""
-        return RESERVED_BLOCKS + max_rows
+        self._num_reserved = num_blocks - state_blocks_needed(max_rows)
+        self._reuse = reuse and self._num_reserved > 0
+        self._snapshots: dict[bytes, dict[bytes, int]] = {}  # full blocks -> what follows -> block
+        self._key_of: dict[int, tuple[bytes, bytes]] = {}
+        self.pool = BlockPool(num_blocks, self._evict)
 
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
         digests = [root_digest(keys)]
         num_tokens, copy_from = 0, None
-        for start in range(0, limit + 1 if self._copies else 0, self.block_size):
+        for start in range(0, limit + 1 if self._snapshots else 0, self.block_size):
             if start:
                 block_tokens = tokens[start - self.block_size : start]
                 digests.append(next_digest(digests[-1], block_tokens))
-            for rest, block in self._copies.get(digests[-1], {}).items():
+            for rest, block in self._snapshots.get(digests[-1], {}).items():
                 end = start + len(rest) // tokens.itemsize
                 if num_tokens < end <= limit and tokens[start:end].tobytes() == rest:
                     num_tokens, copy_from = end, block
@@ -299,7 +281,7 @@ class StateGroup:
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
         has_blank = self.pool.num_available > self.pool.num_reusable
-        has_more = self.pool.num_reusable > 0 and len(self._place_of) > self._num_kept
+        has_more = self.pool.num_reusable > 0 and len(self._key_of) > self._num_reserved
         return has_blank or has_more
 
     def most_blocks(self, num_tokens: int) -> int:
@@ -329,13 +311,16 @@ class StateGroup:
     def chunk_limit(self, start: int, num_tokens: int, end: int) -> int:
         if not self._reuse:
             return num_tokens
-        stops = (start - start % self._interval + self._interval, self._before_answer(end))
+        stops = (
+            start - start % self._interval + self._interval,
+            self._reuse_point(end),
+        )
         return min(num_tokens, *(stop - start for stop in stops if stop > start))
 
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
     ) -> list[tuple[int, int]]:
-        wanted = (len(tokens), self._before_answer(len(tokens)))
+        wanted = (len(tokens), self._reuse_point(len(tokens)))
         is_wanted = num_computed in wanted or num_computed % self._interval == 0
         if not self._reuse or num_computed == 0 or not is_wanted:
             return []
@@ -345,14 +330,14 @@ class StateGroup:
             table.digests.append(next_digest(table.digests[i], block_tokens))
         digest = table.digests[num_full]
         rest = tokens[num_full * self.block_size : num_computed].tobytes()
-        if (known := self._copies.get(digest, {}).get(rest)) is not None:
+        if (known := self._snapshots.get(digest, {}).get(rest)) is not None:
             self.pool.touch(known)
             return []
         if not self.pool.num_available:
             return []
         block = self.pool.allocate()
-        self._copies.setdefault(digest, {})[rest] = block
-        self._place_of[block] = (digest, rest)
+        self._snapshots.setdefault(digest, {})[rest] = block
+        self._key_of[block] = (digest, rest)
         self.pool.drop(block, step, is_indexed=True)
         return [(table.blocks[0], block)]
 
@@ -362,12 +347,12 @@ class StateGroup:
     def close(self, table: GroupTable, last_step: int) -> None:
         self.pool.drop(table.blocks.pop(), last_step, is_indexed=False)
 
-    def _before_answer(self, end: int) -> int:
+    def _reuse_point(self, end: int) -> int:
         """The last full block of a prompt of `end` tokens that the next turn of a chat repeats."""
-        return max(0, end - _OPENING_TOKENS) // self.block_size * self.block_size
+        return max(0, end - _GENERATION_PROMPT_TOKENS) // self.block_size * self.block_size
 
-    def _forget(self, block: int) -> None:
-        digest, rest = self._place_of.pop(block)
-        del self._copies[digest][rest]
-        if not self._copies[digest]:
-            del self._copies[digest]
+    def _evict(self, block: int) -> None:
+        digest, rest = self._key_of.pop(block)
+        del self._snapshots[digest][rest]
+        if not self._snapshots[digest]:
+            del self._snapshots[digest]

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from penstock.core.kv.groups import NO_BLOCK
-from penstock.core.kv.manager import Holder, Kept, KVManager
+from penstock.core.kv.manager import Holder, KVManager, SwappedOut
 from penstock.types.cache_spec import RESERVED_BLOCKS
 
 
-def check(kv: KVManager, holders: Iterable[Holder], kept: Iterable[Kept] = ()) -> None:
+def check(kv: KVManager, holders: Iterable[Holder], swapped: Iterable[SwappedOut] = ()) -> None:
     """No block lost, none in two places, reference counts equal to the holders that really hold;
-    the same of places in host memory."""
-    places = [*kv._free_places, *(place for one in kept for place in one.places)]
-    assert sorted(places) == list(range(kv.num_places)), "a place is lost, or taken twice"
+    the same of blocks in host memory."""
+    host_blocks = [*kv._free_host_blocks, *(block for one in swapped for block in one.host_blocks)]
+    assert sorted(host_blocks) == list(range(kv.num_host_blocks)), "lost, or taken twice"
     holders = list(holders)
     for g, group in enumerate(kv.groups):
         pool = group.pool
@@ -28,6 +28,6 @@ def check(kv: KVManager, holders: Iterable[Holder], kept: Iterable[Kept] = ()) -
             assert pool.refs(block) == held[block], (block, pool.refs(block), held[block])
         for holder in holders:
             table = holder.tables[g]
-            assert table.blocks.count(NO_BLOCK) == table.num_forgotten
-            blocks = table.blocks[table.num_forgotten :]
+            assert table.blocks.count(NO_BLOCK) == table.num_evicted
+            blocks = table.blocks[table.num_evicted :]
             assert len(set(blocks)) == len(blocks), "a holder has a block twice"

@@ -34,11 +34,11 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The first tokens of a text whose holder had to leave: copies of its blocks in host memory."""
+class SwappedOut:
+    """The first tokens of a preempted sequence: copies of its blocks in host memory."""
 
     num_tokens: int
-    places: tuple[int, ...]
+    host_blocks: tuple[int, ...]
     step: int  # before which they are made
 
 
@@ -59,12 +59,12 @@ class Holder:
 
 
 class KVManager:
-    """`num_places`: blocks that host memory has room for, if every group keeps all tokens."""
+    """`num_host_blocks`: blocks of host memory, used if every group keeps all tokens."""
 
-    def __init__(self, groups: Sequence[CacheGroup], num_places: int = 0) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], num_host_blocks: int = 0) -> None:
         self.groups = tuple(groups)
-        self.num_places = num_places if len(groups) == 1 else 0
-        self._free_places = list(range(self.num_places))[::-1]
+        self.num_host_blocks = num_host_blocks if len(groups) == 1 else 0
+        self._free_host_blocks = list(range(self.num_host_blocks))[::-1]
 
     def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> PrefixMatch:
         """The longest prefix, at most `limit` tokens, that every group can take over."""
@@ -89,48 +89,49 @@ class KVManager:
         )
 
     def open(
-        self, match: PrefixMatch, num_tokens: int, kept: Kept | None = None
+        self, match: PrefixMatch, num_tokens: int, swapped: SwappedOut | None = None
     ) -> tuple[Holder, list[BlockCopy]]:
-        """A holder for a text of `num_tokens`, the matched ones taken over, and those `kept` beyond
-        them; `grow` before use."""
-        places: tuple[int, ...] = ()
-        if kept is not None and kept.num_tokens > match.num_tokens:
-            places = kept.places
+        """A holder for a sequence of `num_tokens`: the matched prefix is shared, what was `swapped`
+        out beyond it comes back; `grow` before use."""
+        host_blocks: tuple[int, ...] = ()
+        if swapped is not None and swapped.num_tokens > match.num_tokens:
+            host_blocks = swapped.host_blocks
         tables, copies = [], []
         for g, (group, part) in enumerate(zip(self.groups, match.groups, strict=True)):
-            table, pairs = group.open(replace(part, copy_from=None) if places else part)
+            table, pairs = group.open(replace(part, copy_from=None) if host_blocks else part)
             group.reserve(table, num_tokens)
             tables.append(table)
             copies += [BlockCopy(g, src, dst) for src, dst in pairs]
             first = len(part.shared)
-            back = zip(places[first:], table.blocks[first:], strict=False)
-            copies += [BlockCopy(g, place, block, Move.IN) for place, block in back]
+            back = zip(host_blocks[first:], table.blocks[first:], strict=False)
+            copies += [BlockCopy(g, src, dst, Move.SWAP_IN) for src, dst in back]
         return Holder(tuple(tables), [0] * len(tables)), copies
 
-    def keep(
+    def swap_out(
         self, holder: Holder, num_tokens: int, step: int
-    ) -> tuple[Kept | None, list[BlockCopy]]:
-        """Copies of the blocks of the first tokens, made before `step`, for a holder that is about
-        to close; None where host memory has no room."""
+    ) -> tuple[SwappedOut | None, list[BlockCopy]]:
+        """Copy the blocks of the first tokens to host memory, before `step`, for a holder that is
+        about to close; None where there is no room."""
         blocks = holder.tables[0].blocks[: self.groups[0].most_blocks(num_tokens)]
-        if not 0 < len(blocks) <= len(self._free_places):
+        if not 0 < len(blocks) <= len(self._free_host_blocks):
             return None, []
-        places = [self._free_places.pop() for _ in blocks]
-        out = [BlockCopy(0, *pair, Move.OUT) for pair in zip(blocks, places, strict=True)]
-        return Kept(num_tokens, tuple(places), step), out
+        host_blocks = [self._free_host_blocks.pop() for _ in blocks]
+        pairs = zip(blocks, host_blocks, strict=True)
+        copies = [BlockCopy(0, src, dst, Move.SWAP_OUT) for src, dst in pairs]
+        return SwappedOut(num_tokens, tuple(host_blocks), step), copies
 
-    def forget(self, kept: Kept) -> None:
-        """Its places may be taken at once: copies are made in the order in which they are asked."""
-        self._free_places += kept.places
-
-    @property
-    def num_free_places(self) -> int:
-        return len(self._free_places)
+    def drop_swapped(self, swapped: SwappedOut) -> None:
+        """Its host blocks may be taken at once: copies run in the order in which they are asked."""
+        self._free_host_blocks += swapped.host_blocks
 
     @property
-    def num_host_tokens(self) -> int:
-        """That host memory can take over."""
-        return self.num_free_places * self.groups[0].block_size
+    def num_free_host_blocks(self) -> int:
+        return len(self._free_host_blocks)
+
+    @property
+    def num_free_host_tokens(self) -> int:
+        """Tokens that host memory has room for."""
+        return self.num_free_host_blocks * self.groups[0].block_size
 
     def needs_blocks(self, holder: Holder, num_tokens: int) -> bool:
         return any(group.num_missing(table, num_tokens) for group, table in self._tables(holder))
@@ -180,15 +181,15 @@ class KVManager:
         for group in self.groups:
             group.pool.release(committed_step)
 
-    def could_hold(self, texts: Sequence[int]) -> bool:
-        """Whether texts that grow to these numbers of tokens and share nothing fit, all at once."""
+    def could_hold(self, lengths: Sequence[int]) -> bool:
+        """Whether sequences of these lengths that share nothing fit, all at once."""
         return all(
-            sum(map(group.most_blocks, texts)) <= group.pool.num_usable for group in self.groups
+            sum(map(group.most_blocks, lengths)) <= group.pool.num_usable for group in self.groups
         )
 
     @property
     def num_free_tokens(self) -> int:
-        """By which texts can grow now, all together."""
+        """By which sequences can grow now, all together."""
         return min(group.num_free_tokens for group in self.groups)
 
     @property

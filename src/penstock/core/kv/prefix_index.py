@@ -1,6 +1,6 @@
-"""Finds blocks by the text they hold: a chain of digests, one per full block.
+"""Finds blocks by the tokens they hold: a chain of digests, one per full block.
 
-The chain starts from the request's cache keys, so equal text under another key never matches.
+The chain starts from the request's cache keys, so equal tokens under another key never match.
 Tokens are compared too: a digest alone decides nothing.
 """
 
@@ -65,7 +65,7 @@ class PrefixIndex:
         return best
 
     def insert(self, block: int, parent: bytes, digest: bytes, tokens: Tokens) -> None:
-        """Index a full block; a second block with the same text is left out."""
+        """Index a full block; a second block with the same tokens is left out."""
         if digest in self._block_of:
             return
         self._block_of[digest] = block

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.eval.task import Answer, Example, Task, parsed
+from penstock.eval.task import Example, Response, Task, parsed
 
-Rule = Callable[[str, Answer], bool]
+Rule = Callable[[str, Response], bool]
 
 _MAX_FILE_BYTES = 64 * 2**20
 _MAX_ANSWER_TOKENS = 128
@@ -65,15 +65,15 @@ def _example(text: bytes, place: str) -> Example:
 # --- rules: (expected, answer) -> right or not ----------------------------------------------------
 
 
-def _is_exact(expected: str, answer: Answer) -> bool:
-    return answer.content.strip() == expected
+def _is_exact(expected: str, response: Response) -> bool:
+    return response.content.strip() == expected
 
 
 def _follows(mark: str) -> Rule:
     """What comes after the last `mark`, to the end, is the expected text."""
 
-    def is_right(expected: str, answer: Answer) -> bool:
-        _, found, rest = answer.content.rpartition(mark)
+    def is_right(expected: str, response: Response) -> bool:
+        _, found, rest = response.content.rpartition(mark)
         return bool(found) and rest.strip() == expected
 
     return is_right
@@ -82,21 +82,21 @@ def _follows(mark: str) -> Rule:
 _is_answer = _follows("Answer:")
 
 
-def _is_thought_answer(expected: str, answer: Answer) -> bool:
-    return bool(answer.reasoning.strip()) and _is_answer(expected, answer)
+def _is_thought_answer(expected: str, response: Response) -> bool:
+    return bool(response.reasoning.strip()) and _is_answer(expected, response)
 
 
-def _is_unthought_answer(expected: str, answer: Answer) -> bool:
-    return not answer.reasoning.strip() and _is_answer(expected, answer)
+def _is_unthought_answer(expected: str, response: Response) -> bool:
+    return not response.reasoning.strip() and _is_answer(expected, response)
 
 
-def _is_json(expected: str, answer: Answer) -> bool:
-    return bool(parsed(answer.content.strip()) == parsed(expected))
+def _is_json(expected: str, response: Response) -> bool:
+    return bool(parsed(response.content.strip()) == parsed(expected))
 
 
-def _is_tool_call(expected: str, answer: Answer) -> bool:
+def _is_tool_call(expected: str, response: Response) -> bool:
     """Exactly one call, with this name and these arguments."""
-    return list(answer.calls) == [parsed(expected)]
+    return list(response.calls) == [parsed(expected)]
 
 
 RULES: dict[str, Rule] = {
@@ -114,5 +114,5 @@ SKILLS = Task(
     file_name="skills.jsonl",
     max_tokens=_MAX_ANSWER_TOKENS,
     read=read_skills,
-    is_right=lambda example, answer: RULES[example.rule](example.expected, answer),
+    is_right=lambda example, response: RULES[example.rule](example.expected, response),
 )

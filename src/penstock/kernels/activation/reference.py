@@ -1,4 +1,4 @@
-"""The meaning of the gated activations, and a CPU version without the fp32 detour.
+"""References of the gated activations, and a CPU version without the fp32 detour.
 
 Legend: T tokens, F features; 2F is the gate's features, then the up projection's; H heads, D head
 size.
@@ -30,7 +30,7 @@ def sigmoid_mul(x_THD: Tensor, gate_THD: Tensor) -> Tensor:
     needs=native(),
     fits=lambda x_T2F: x_T2F.dtype is torch.float32 and x_T2F.dim() == 2,
 )
-def silu_mul_native(x_T2F: Tensor) -> Tensor:
+def silu_mul_native(x_T2F):
     if x_T2F.stride(1) != 1:
         x_T2F = x_T2F.contiguous()
     num_rows, size = x_T2F.shape[0], x_T2F.shape[1] // 2
@@ -42,12 +42,12 @@ def silu_mul_native(x_T2F: Tensor) -> Tensor:
 
 
 @silu_mul.impl("torch", needs=cpu())
-def silu_mul_torch(x_T2F: Tensor) -> Tensor:
+def silu_mul_torch(x_T2F):
     """In x's dtype, without a third tensor."""
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)
 
 
 @sigmoid_mul.impl("torch", needs=cpu(), fits=lambda x_THD, gate_THD: x_THD.dtype is torch.float32)
-def sigmoid_mul_torch(x_THD: Tensor, gate_THD: Tensor) -> Tensor:
+def sigmoid_mul_torch(x_THD, gate_THD):
     return torch.sigmoid(gate_THD).mul_(x_THD)

@@ -7,12 +7,12 @@ size.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from penstock.kernels.activation.reference import sigmoid_mul, silu_mul
-from penstock.kernels.carveout import beside_products, divide
+from penstock.kernels.carveout import between_gemms, set_carveout
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_math import sigmoid, silu
 
 _BLOCK = 1024
 
@@ -27,12 +27,12 @@ def _silu_mul(x_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, PDL: tl.constexp
     inside = cols < F
     gate = tl.load(x_ptr + token * stride_t + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * stride_t + F + cols, mask=inside, other=0.0).to(tl.float32)
-    out = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    out = (silu(gate) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * F + cols, out, mask=inside)
 
 
 @silu_mul.impl("triton", needs=arch(80), fits=lambda x_T2F: x_T2F.dim() == 2)
-def silu_mul_triton(x_T2F: Tensor) -> Tensor:
+def silu_mul_triton(x_T2F):
     assert x_T2F.stride(1) == 1, x_T2F.stride()
     num_tokens, size = x_T2F.shape[0], x_T2F.shape[1] // 2
     out_TF = torch.empty((num_tokens, size), dtype=x_T2F.dtype, device=x_T2F.device)
@@ -42,7 +42,7 @@ def silu_mul_triton(x_T2F: Tensor) -> Tensor:
         kernel = _silu_mul[grid](
             x_T2F, out_TF, x_T2F.stride(0), size, BLOCK=_BLOCK, num_warps=4, **options
         )
-        divide(kernel, beside_products(num_tokens))
+        set_carveout(kernel, between_gemms(num_tokens))
     return out_TF
 
 
@@ -59,12 +59,12 @@ def _sigmoid_mul(
     gate_at = at // (H * D) * stride_t + at // D % H * stride_h + at % D
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
-    out = (x / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty)
+    out = (x * sigmoid(gate)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=inside)
 
 
 @sigmoid_mul.impl("triton", needs=arch(80))
-def sigmoid_mul_triton(x_THD: Tensor, gate_THD: Tensor) -> Tensor:
+def sigmoid_mul_triton(x_THD, gate_THD):
     assert gate_THD.stride(2) == 1 and gate_THD.shape == x_THD.shape, gate_THD.stride()
     x_THD = x_THD.contiguous()
     out_THD = torch.empty_like(x_THD)

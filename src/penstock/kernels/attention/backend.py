@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.kernels.batch import ForwardBatch
-from penstock.kernels.fp8 import quantize_fp8
+from penstock.kernels.forward_batch import ForwardBatch
+from penstock.kernels.quantize import quantize_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class AttentionParams:
 
 
 class CacheScales(NamedTuple):
-    """Of a cache of whole numbers (int8): a stored key times its scale is the key."""
+    """Of an INT8 cache: a stored key times its scale is the key."""
 
     keys_BKS: Tensor  # float32
     values_BKS: Tensor
@@ -50,13 +50,13 @@ class AttentionBackend(Protocol):
         """out_THD, contiguous, in q's dtype.
 
         `sinks_H` (float32): a score per head that takes its share of the softmax and has no value.
-        `out_scale_1`: the result is `rounded` by it.
+        `out_scale_1`: the output is FP8 with this scale (`quantized_output`).
         """
         ...
 
 
-def rounded(out_THD: Tensor, scale_1: Tensor | None) -> Tensor:
-    """With a scale: 8-bit floats to be multiplied by it."""
+def quantized_output(out_THD: Tensor, scale_1: Tensor | None) -> Tensor:
+    """With a scale: FP8, to be multiplied by it."""
     if scale_1 is None:
         return out_THD
     return quantize_fp8(out_THD.flatten(1), scale_1, 0)[0].view(out_THD.shape)

@@ -1,8 +1,8 @@
-"""`triton_prefill` for Hopper, where its warps have different jobs: 16-bit caches, heads of 128.
+"""`triton_prefill` for Hopper, warp-specialized: 16-bit caches, heads of 128.
 
-One warp copies keys and values into shared memory, by descriptors of the cache (TMA) and a table's
-block at a time; two groups of four warps attend, 64 rows each, and the scores of one tile of keys
-are multiplied while the values of the tile before are added. Tiles are taken from the last to the
+A producer warp copies keys and values into shared memory by TMA, a block of the table at a time;
+two consumer warpgroups attend, 64 rows each, and the QK GEMM of one tile overlaps with the PV GEMM
+of the tile before. Tiles are taken from the last to the
 first, so those that need a mask come first and the others need no test.
 
 A row of (query, head of the kv head) is what it is in `triton_prefill`, and so are the results, up
@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 _LOG2_E = gl.constexpr(LOG2_E)
 _PANEL = gl.constexpr(64)  # channels that lie side by side in shared memory: 128 bytes
 _ATOM = gl.constexpr(8)  # rows after which the order of a panel's bytes repeats
-_HALF = gl.constexpr(64)  # rows of one group of warps
+_HALF = gl.constexpr(64)  # rows of a warpgroup
 _ROWS = gl.constexpr(128)
 
 
@@ -80,7 +80,7 @@ def _load(
     last_tile, num_tiles, kv_len, seen_from, head_row, rows_per_block,
     S: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp."""
+    """The producer warp."""
     TILE_BYTES: gl.constexpr = BN * D * 2
     num_blocks = (kv_len + S - 1) // S
     first_key = last_tile * BN
@@ -173,7 +173,7 @@ def _attend(
     PART: gl.constexpr, K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups of warps that attend."""
+    """A consumer warpgroup."""
     BN: gl.constexpr = k_tiles.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])

@@ -1,15 +1,15 @@
-"""Multi-head latent attention: the meaning of its ops, and their versions for the CPU.
+"""Multi-head latent attention (MLA): references of its ops, and their CPU versions.
 
 The cache holds one vector per token: a latent and a rotated key that all heads share. A head's key
 is its own matrix times the latent, then the rotated part; its value is another matrix times the
 latent. Attention over that can be computed in two ways with one result:
 
 - absorbed: the query times the key matrix meets the latents themselves, and what comes out is an
-  average of latents. No key is ever made, so it is the way of a decode, which reads a lot and
-  computes little: `mla_decode`.
-- unabsorbed: keys and values of all heads are made, and a score costs D + R products instead of
-  C + R. It is the way of a prompt: `mla_attend`, called by `prefill` for the tokens of the step and
-  then for what the cache knows before them, in pieces of bounded size.
+  average of latents. No key is ever computed, which suits a decode: it reads a lot and computes
+  little (`mla_decode`).
+- unabsorbed: keys and values of all heads are computed, and a score costs D + R multiplications
+  instead of C + R. This suits a prompt: `mla_attend`, called by `prefill` for the tokens of the
+  step and then for what the cache knows before them, in pieces of bounded size.
 
 Legend: T tokens, N entries, H heads of this rank, C latent size, R rotated channels, A = C + R,
 D other channels of a head's query and key, V value size, E = D + V, L keys, P positions,
@@ -26,13 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention.sdpa import group_by_length
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.norm import rms_norm
 from penstock.kernels.op import cpu, op
 from penstock.kernels.rope.reference import rotate, write
 from penstock.kernels.transfer import to_device
 
-# Cached tokens whose keys and values are made at once: 16 heads of 128 + 128 in bf16 take 32 MiB.
+# Cached tokens whose keys and values are computed at once: 16 heads of 128 + 128 in bf16 take 32
+# MiB.
 PIECE_TOKENS = 4096
 _ROWS = 256  # queries whose scores a CPU holds at once
 
@@ -150,16 +151,7 @@ def _members(starts_N1: Tensor, num_all: int) -> tuple[Tensor, Tensor]:
 
 
 @mla_decode.impl("torch", needs=cpu())
-def mla_decode_torch(
-    q_NHC: Tensor,
-    q_NHR: Tensor,
-    cache_BSA: Tensor,
-    rows_N: Tensor,
-    kv_lens_N: Tensor,
-    block_table_RM: Tensor,
-    scale: float,
-    max_kv_len: int,
-) -> Tensor:
+def mla_decode_torch(q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max_kv_len):
     """Entries of similar length together, so that little is gathered for nothing."""
     kv_lens = kv_lens_N.tolist()
     groups = group_by_length(kv_lens, None)
@@ -205,19 +197,19 @@ def _decode_group(
 
 @mla_attend.impl("torch", needs=cpu())
 def mla_attend_torch(
-    q_THD: Tensor,
-    q_THR: Tensor,
-    kv_LHE: Tensor,
-    key_LR: Tensor,
-    query_starts_N1: Tensor,
-    key_starts_N1: Tensor,
-    out_THV: Tensor,
-    lse_TH: Tensor,
-    scale: float,
-    is_causal: bool,
-    merges: bool,
-    max_query_len: int,
-) -> None:
+    q_THD,
+    q_THR,
+    kv_LHE,
+    key_LR,
+    query_starts_N1,
+    key_starts_N1,
+    out_THV,
+    lse_TH,
+    scale,
+    is_causal,
+    merges,
+    max_query_len,
+):
     """One entry and some of its queries at a time."""
     size = q_THD.shape[2]
     query_starts, key_starts = query_starts_N1.tolist(), key_starts_N1.tolist()
@@ -272,7 +264,7 @@ class PrefillPlan:
 
 
 def prefill_plan(batch: ForwardBatch, block_size: int) -> PrefillPlan:
-    """Of this step: made by the first layer that asks."""
+    """Of this step: built by the first layer that asks."""
     if PrefillPlan not in batch.plans:
         batch.plans[PrefillPlan] = plan_prefill(batch, block_size)
     plan: PrefillPlan = batch.plans[PrefillPlan]
@@ -329,7 +321,7 @@ def prefill(
 ) -> Tensor:
     """out_THV of the tokens behind the decodes, which `kv_TA` says as `mla_write` does.
 
-    `weight_HEC` makes keys and values of latents.
+    `weight_HEC` projects latents to keys and values.
     """
     num_tokens, num_heads, _ = q_THD.shape
     latent_size = weight_HEC.shape[2]

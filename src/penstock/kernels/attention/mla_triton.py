@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.attention.triton_decode import (
@@ -29,16 +28,10 @@ from penstock.kernels.attention.triton_decode import (
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
+from penstock.kernels.triton_math import dot, fp8_clamp
 
 _HEADS = 16  # that one program rotates
 _LN_2 = 0.6931471805599453
-
-
-@triton.jit
-def _dot(x, w, acc, ON_GPU: tl.constexpr):
-    if not ON_GPU:  # the interpreter takes bfloat16 for whole numbers
-        x, w = x.to(tl.float32), w.to(tl.float32)
-    return tl.dot(x, w, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -64,7 +57,7 @@ def _store_cached(kv_ptr, cache_ptr, cols, x, mask):
     tl.store(kv_ptr + cols, x, mask=mask)
     x = x.to(tl.float32)
     if cache_ptr.dtype.element_ty.primitive_bitwidth == 8:
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        x = fp8_clamp(x)
     tl.store(cache_ptr + cols, x.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
@@ -108,16 +101,8 @@ def _mla_write(
 
 @mla_write.impl("triton", needs=arch(80))
 def mla_write_triton(
-    q_THR: Tensor,
-    kv_TA: Tensor,
-    weight_C: Tensor,
-    eps: float,
-    cos_sin_PR: Tensor,
-    positions_T: Tensor,
-    cache_BSA: Tensor,
-    slots_T: Tensor,
-    is_interleaved: bool,
-) -> tuple[Tensor, Tensor]:
+    q_THR, kv_TA, weight_C, eps, cos_sin_PR, positions_T, cache_BSA, slots_T, is_interleaved
+):
     num_tokens, num_heads, rotary = q_THR.shape
     assert q_THR.stride(2) == kv_TA.stride(1) == 1 and cache_BSA.is_contiguous()
     assert cos_sin_PR.shape[1] == rotary and kv_TA.shape[1] == len(weight_C) + rotary
@@ -137,7 +122,7 @@ def mla_write_triton(
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch shape. Only `tile`, `min_span` and `max_splits` touch the arithmetic."""
+    """Launch config. Only `tile`, `min_span` and `max_splits` touch the arithmetic."""
 
     heads: int  # of one program
     num_warps: int
@@ -150,7 +135,7 @@ class DecodeConfig:
 
 @functools.cache
 def decode_config(num_heads: int, element_bytes: int, num_entries: int) -> DecodeConfig:
-    """What splits give is large, as wide as the latent for every head: 0.3 GiB at most."""
+    """Partial results are large, as wide as the latent for every head: 0.3 GiB at most."""
     if element_bytes > 2:  # no tensor cores in full precision
         usual = DecodeConfig(heads=16, num_warps=4, tile=16)
     elif num_heads <= 16:
@@ -159,7 +144,7 @@ def decode_config(num_heads: int, element_bytes: int, num_entries: int) -> Decod
         usual = DecodeConfig(heads=32, num_warps=4)
     else:
         usual = DecodeConfig(heads=64, num_warps=8)
-    if load_of(num_entries * triton.cdiv(num_heads, usual.heads), NO_WINDOW) >= Load.MANY:
+    if load_of(num_entries * triton.cdiv(num_heads, usual.heads), NO_WINDOW) >= Load.FEW_WAVES:
         return replace(usual, programs=1)
     return usual if num_entries <= 16 else replace(usual, max_splits=8)
 
@@ -184,14 +169,14 @@ def _attend_latents(
         latent = tl.load(at + cols, mask=inside[:, None] & (cols < C), other=0.0).to(q.dtype)
         rot_mask = inside[:, None] & (rot_cols < R)
         rot = tl.load(at + C + rot_cols, mask=rot_mask, other=0.0).to(q.dtype)
-        scores = _dot(q, tl.trans(latent), tl.zeros((HEADS, TILE), tl.float32), ON_GPU)
-        scores = _dot(q_rot, tl.trans(rot), scores, ON_GPU) * scale_log2
+        scores = dot(q, tl.trans(latent), tl.zeros((HEADS, TILE), tl.float32), ON_GPU)
+        scores = dot(q_rot, tl.trans(rot), scores, ON_GPU) * scale_log2
         scores = tl.where(inside[None, :], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(scores - m_new[:, None])
         total = total * alpha + tl.sum(p, axis=1)
-        acc = _dot(p.to(q.dtype), latent, acc * alpha[:, None], ON_GPU)
+        acc = dot(p.to(q.dtype), latent, acc * alpha[:, None], ON_GPU)
         m = m_new
     return m, total, acc
 
@@ -245,15 +230,8 @@ def _mla_decode(
 
 @mla_decode.impl("triton", needs=arch(80))
 def mla_decode_triton(
-    q_NHC: Tensor,
-    q_NHR: Tensor,
-    cache_BSA: Tensor,
-    rows_N: Tensor,
-    kv_lens_N: Tensor,
-    block_table_RM: Tensor,
-    scale: float,
-    max_kv_len: int,
-) -> Tensor:
+    q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max_kv_len
+):
     num_entries, num_heads, size = q_NHC.shape
     rotary = q_NHR.shape[2]
     assert q_NHC.stride(2) == q_NHR.stride(2) == 1 and cache_BSA.is_contiguous()
@@ -267,7 +245,7 @@ def mla_decode_triton(
     )
     block_c, device = triton.next_power_of_2(size), q_NHC.device
     out_NHC = torch.empty((num_entries, num_heads, size), dtype=q_NHC.dtype, device=device)
-    partial, lse = out_NHC, out_NHC  # not touched by a single program
+    partial, lse = out_NHC, out_NHC  # not used by a single program
     if programs > 1:
         shape = (num_entries, num_heads, c.max_splits)
         partial = torch.empty((*shape, size), dtype=torch.float32, device=device)
@@ -294,7 +272,7 @@ def mla_decode_triton(
 
 @dataclass(frozen=True, slots=True)
 class AttendConfig:
-    """Launch shape."""
+    """Launch config."""
 
     rows: int = 128  # queries of one program
     tile: int = 64  # keys read at once
@@ -330,8 +308,8 @@ def _attend_keys(
         rot_mask = inside & (rot_cols < R)
         rot = tl.load(rot_ptr + at * stride_r + rot_cols, mask=rot_mask, other=0.0)
         v = tl.load(kv_ptr + at * stride_l + D + v_cols, mask=inside & (v_cols < V), other=0.0)
-        scores = _dot(q, tl.trans(k), tl.zeros((ROWS, TILE), tl.float32), ON_GPU)
-        scores = _dot(q_rot, tl.trans(rot), scores, ON_GPU) * scale_log2
+        scores = dot(q, tl.trans(k), tl.zeros((ROWS, TILE), tl.float32), ON_GPU)
+        scores = dot(q_rot, tl.trans(rot), scores, ON_GPU) * scale_log2
         if MASKED:
             seen = (keys[None, :] <= places[:, None]) & (keys < end_key)[None, :]
             scores = tl.where(seen, scores, -float("inf"))
@@ -339,7 +317,7 @@ def _attend_keys(
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(scores - m_new[:, None])
         total = total * alpha + tl.sum(p, axis=1)
-        acc = _dot(p.to(v.dtype), v, acc * alpha[:, None], ON_GPU)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], ON_GPU)
         m = m_new
     return m, total, acc
 
@@ -415,19 +393,19 @@ def _mla_attend(
 
 @mla_attend.impl("triton", needs=arch(80))
 def mla_attend_triton(
-    q_THD: Tensor,
-    q_THR: Tensor,
-    kv_LHE: Tensor,
-    key_LR: Tensor,
-    query_starts_N1: Tensor,
-    key_starts_N1: Tensor,
-    out_THV: Tensor,
-    lse_TH: Tensor,
-    scale: float,
-    is_causal: bool,
-    merges: bool,
-    max_query_len: int,
-) -> None:
+    q_THD,
+    q_THR,
+    kv_LHE,
+    key_LR,
+    query_starts_N1,
+    key_starts_N1,
+    out_THV,
+    lse_TH,
+    scale,
+    is_causal,
+    merges,
+    max_query_len,
+):
     _, num_heads, size = q_THD.shape
     value_size, rotary = out_THV.shape[2], q_THR.shape[2]
     assert q_THD.stride(2) == q_THR.stride(2) == key_LR.stride(1) == 1

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.backend import AttentionParams
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.native import library
 
-MAX_PREFILL = 512  # tokens of a text; longer ones are better multiplied as matrices
+MAX_PREFILL = 512  # tokens of a prompt; longer ones are faster as GEMMs
 _LANES = 16  # heads and blocks are whole vectors of the widest machine
 
 

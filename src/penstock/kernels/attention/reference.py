@@ -1,4 +1,4 @@
-"""The meaning of paged causal attention, in fp32, one sequence at a time. Runs anywhere, slowly.
+"""Reference of paged causal attention, in fp32, one sequence at a time. Runs anywhere, slowly.
 
 Legend: T tokens in the step, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens
 per block, N entries, Q queries and L keys of one entry.
@@ -7,8 +7,8 @@ per block, N entries, Q queries and L keys of one entry.
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backend import AttentionParams, CacheScales, rounded
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.attention.backend import AttentionParams, CacheScales, quantized_output
+from penstock.kernels.forward_batch import ForwardBatch
 
 
 def attend(
@@ -80,4 +80,4 @@ class ReferenceAttention:
             out_THD[start:end] = attend(
                 q_THD[start:end], k_LKD, v_LKD, params.scale, params.window, sinks_H
             )
-        return rounded(out_THD, out_scale_1)
+        return quantized_output(out_THD, out_scale_1)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.attention import native
-from penstock.kernels.attention.backend import AttentionParams, CacheScales, rounded
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.attention.backend import AttentionParams, CacheScales, quantized_output
+from penstock.kernels.forward_batch import ForwardBatch
 
 Int64s = NDArray[np.int64]
 
@@ -70,7 +70,7 @@ class SdpaAttention:
         out_THD = self._attend(q_THD, k_cache_BKSD, v_cache_BKSD, batch, params, sinks_H, scales)
         if params.v_scale != 1.0:
             out_THD.mul_(params.v_scale)
-        return rounded(out_THD, out_scale_1)
+        return quantized_output(out_THD, out_scale_1)
 
     def _attend(
         self,
@@ -124,7 +124,7 @@ class SdpaAttention:
         block_size: int,
         window: int | None,
     ) -> _Plan:
-        """The step's plan, made once per kind of layer."""
+        """The step's plan, built once per kind of layer."""
         key = (_Plan, num_kv_heads, block_size, window)
         if key not in batch.plans:
             batch.plans[key] = _make_plan(batch, num_grouped, num_kv_heads, block_size, window)
@@ -296,9 +296,10 @@ def _plan_prefill(
     if window is not None:
         first_block = max(0, first_position - window + 1) // block_size
     first_key = first_block * block_size
-    age_QL = np.arange(first_position, kv_len)[:, None] - np.arange(first_key, kv_len)
-    seen_QL = age_QL >= 0
+    # Compared as they are: a difference would be eight bytes for each query and key.
+    query_Q1, key_L = np.arange(first_position, kv_len)[:, None], np.arange(first_key, kv_len)
+    seen_QL = query_Q1 >= key_L
     if window is not None:
-        seen_QL &= age_QL < window
+        seen_QL &= query_Q1 < key_L + window
     lines = _lines(blocks_M[None, first_block : -(-kv_len // block_size)], num_kv_heads)
     return _Prefill(start, end, lines, kv_len - first_key, torch.from_numpy(seen_QL))

@@ -1,4 +1,4 @@
-"""The GPU backend: decode entries through the split kernel, the others through the prefill kernel.
+"""The GPU backend: decodes through the split-KV kernel, the others through the prefill kernel.
 
 Legend: T tokens in the step, H query heads, K kv heads, D head size, B blocks, S tokens per block.
 """
@@ -6,10 +6,10 @@ Legend: T tokens in the step, H query heads, K kv heads, D head size, B blocks, 
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backend import AttentionParams, CacheScales, rounded
+from penstock.kernels.attention.backend import AttentionParams, CacheScales, quantized_output
 from penstock.kernels.attention.triton_decode import decode
 from penstock.kernels.attention.triton_prefill import prefill
-from penstock.kernels.batch import ForwardBatch
+from penstock.kernels.forward_batch import ForwardBatch
 
 
 class TritonAttention:
@@ -64,7 +64,7 @@ class TritonAttention:
             scales=scales,
         )
         if not num_decodes or out_scale_1 is None:
-            return rounded(plain_THD, out_scale_1)
-        prompts_THD = rounded(plain_THD[num_decodes:], out_scale_1)
+            return quantized_output(plain_THD, out_scale_1)
+        prompts_THD = quantized_output(plain_THD[num_decodes:], out_scale_1)
         out_THD[num_decodes:].view(torch.uint8).copy_(prompts_THD.view(torch.uint8))
         return out_THD

@@ -1,21 +1,19 @@
-"""Paged attention of one query per sequence.
+"""Paged decode attention: one query per sequence, split-KV (flash decoding).
 
 All query heads of a kv head (up to 16) share one tile, so each key and value is read once. Keys are
-the rows of tensor cores' tiles and heads the few columns. A warp has keys of its own, with their
-maximum, sum and weighted values, so that warps do not wait for each other; at the end these are
-added up. Nothing on the host depends on device values, so a captured launch stays right as
-sequences grow.
+the rows of MMA tiles and heads the few columns. Each warp owns its own keys, with their maximum,
+sum and weighted values, so that warps do not wait for each other; these are reduced at the end.
+Nothing on the host depends on device values, so a captured launch stays right as sequences grow.
 
-Where few sequences leave multiprocessors idle, keys are split over programs. How depends on the
-sequence's own length alone (`span`), never on its neighbours. Where one program per (sequence, kv
-head) does for the device only long sequences are split, for which all others would wait; where
-there can be none the second launch is saved. So the last bits may differ on the two sides of such a
-batch size.
+Where few sequences leave SMs idle, keys are split over programs. How depends on the sequence's own
+length alone (`span`), never on the rest of the batch. Where one program per (sequence, kv head)
+fills the GPU only long sequences are split, for which all others would wait; where there can be
+none the second launch is saved. So the last bits may differ on the two sides of such a batch size.
 
-A cache of 8-bit numbers is read as pairs of channels: tensor cores take 16-bit elements from shared
-memory in any direction, 8-bit ones only in one. The channels with even and with odd numbers then go
-separate ways: 8-bit floats as fp16, which holds them all exactly, whole numbers in q's dtype, as
-either of the two does. The scale of a key multiplies its scores, that of a value their weights.
+An FP8 or INT8 cache is read as pairs of channels: tensor cores take 16-bit elements from shared
+memory in any direction, 8-bit ones only in one. Even and odd channels are then multiplied
+separately: FP8 as fp16, which holds it exactly, INT8 in q's dtype, as either of the two does. The
+scale of a key multiplies its scores, that of a value their weights.
 
 Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one,
 W warps.
@@ -32,22 +30,23 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
-from penstock.kernels.carveout import AS_USUAL, divide
-from penstock.kernels.device import num_places, shared_bytes
+from penstock.kernels.carveout import DRIVER_DEFAULT, set_carveout
+from penstock.kernels.device import num_sms, shared_bytes
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
+from penstock.kernels.triton_math import fp8_clamp
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
 NO_WINDOW = 1 << 30
 _LOWEST = tl.constexpr(-1.0e30)  # the maximum of no keys; finite: less itself it is 0
 _MAX_G = 16  # heads of a tile; more would not fit into a warp's registers
-_FEW_SPLITS = tl.constexpr(32)  # while each has no more keys than
+_USUAL_SPLITS = tl.constexpr(32)  # while each has no more keys than
 _USUAL_SPAN = tl.constexpr(128)
-_REDUCED = tl.constexpr(32)  # splits added up at once
+_REDUCED = tl.constexpr(32)  # splits reduced at once
 # H200, 8 kv heads: from 8 sequences on, from 14, from 17, from 66
-_SOME_SHORT_WAVES, _SOME_WAVES, _MANY_WAVES, _MOST_WAVES = 0.4, 0.84, 1.0, 4.0
-_FEW_CARVEOUT = 45  # percent: more would keep products of one token from beginning beside it
+_ONE_SHORT_WAVE, _ONE_WAVE, _FEW_WAVES, _MANY_WAVES = 0.4, 0.84, 1.0, 4.0
+_SPLIT_KV_CARVEOUT = 45  # percent: more would keep GEMVs from overlapping (PDL)
 _TABLE_BYTES = 2048  # of shared memory, at most
 _VERY_SHORT = 256  # keys: not worth a second launch
 _SHORT = 4096  # that one program can walk while the others do
@@ -56,35 +55,35 @@ _LONG = 16384  # more are split whatever the number of sequences
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch shape."""
+    """Launch config."""
 
     tile: int = 64  # keys read at once, 16 or more for each warp
     min_span: int = 32  # keys a split has at least
     max_splits: int = 64
     num_warps: int = 2
     num_stages: int = 5  # of 5 the table's blocks take two
-    carveout: int = AS_USUAL  # percent, see kernels/carveout.py
+    carveout: int = DRIVER_DEFAULT  # percent, see kernels/carveout.py
 
 
 class Load(enum.IntEnum):
-    """How far one program per (sequence, kv head) fills the device; the value is an example."""
+    """Waves that one program per (sequence, kv head) makes up; the value is an example."""
 
-    FEW = 1  # not: keys are split
-    SOME = 16  # nearly: large programs
-    MANY = 32  # once or a few times: small programs, with much on the way
-    MOST = 256  # many times, or keys are few: smaller ones
+    PARTIAL_WAVE = 1  # SMs are idle: split-KV
+    ONE_WAVE = 16  # nearly one: large programs
+    FEW_WAVES = 32  # small programs, deep pipelines
+    MANY_WAVES = 256  # or keys are few: shallower pipelines
 
 
 def load_of(num_programs: int, longest: int) -> Load:
     """`num_programs`: for each sequence and kv head one. `longest`: keys that a sequence may ever
     have, so that steps of all kinds choose the same."""
-    num_waves = num_programs / num_places()
-    if num_waves >= _MOST_WAVES or longest <= _VERY_SHORT:
-        return Load.MOST
-    if num_waves >= _MANY_WAVES:
-        return Load.MANY
-    least = _SOME_SHORT_WAVES if longest <= _SHORT else _SOME_WAVES
-    return Load.SOME if num_waves >= least else Load.FEW
+    num_waves = num_programs / num_sms()
+    if num_waves >= _MANY_WAVES or longest <= _VERY_SHORT:
+        return Load.MANY_WAVES
+    if num_waves >= _FEW_WAVES:
+        return Load.FEW_WAVES
+    least = _ONE_SHORT_WAVE if longest <= _SHORT else _ONE_WAVE
+    return Load.ONE_WAVE if num_waves >= least else Load.PARTIAL_WAVE
 
 
 def _tile_heads(group: int) -> int:
@@ -96,14 +95,17 @@ def _tile_heads(group: int) -> int:
 def decode_config(
     num_heads: int, num_kv_heads: int, head_size: int, cache_bytes: int, load: Load
 ) -> DecodeConfig:
-    """Where nothing was measured, what is best or nearly so on an H200 for 4 and 8 kv heads of size
-    64 and 128 in 8 and 16 bits (docs/performance.md)."""
+    """Where nothing was tuned, what is best or nearly so on an H200 for 4 and 8 kv heads of size
+    64 and 128 in 8 and 16 bits (docs/notes/2026-11-attention.md)."""
     is_small = head_size * _tile_heads(num_heads // num_kv_heads) <= 1024
     keys_each = 32 if is_small else 16  # of a warp, for its registers' sake
     row_bytes = 2 * triton.next_power_of_2(head_size) * cache_bytes  # of a key and its value
     most, stages = {
-        Load.FEW: (1, 5), Load.SOME: (4, 7), Load.MANY: (2, 7), Load.MOST: (2, 5),
-    }[load]  # fmt: skip
+        Load.PARTIAL_WAVE: (1, 5),
+        Load.ONE_WAVE: (4, 7),
+        Load.FEW_WAVES: (2, 7),
+        Load.MANY_WAVES: (2, 5),
+    }[load]
     room = shared_bytes() - _TABLE_BYTES
     num_warps, num_stages = next(
         (n, num_stages)
@@ -115,11 +117,11 @@ def decode_config(
     )  # fmt: skip
     usual = DecodeConfig(
         tile=num_warps * keys_each,
-        min_span=32 if load is Load.FEW else _LONG,
-        max_splits=64 if load is Load.FEW else 8,
+        min_span=32 if load is Load.PARTIAL_WAVE else _LONG,
+        max_splits=64 if load is Load.PARTIAL_WAVE else 8,
         num_warps=num_warps,
         num_stages=num_stages,
-        carveout=_FEW_CARVEOUT if load is Load.FEW else AS_USUAL,
+        carveout=_SPLIT_KV_CARVEOUT if load is Load.PARTIAL_WAVE else DRIVER_DEFAULT,
     )
     return tuned.best(
         "decode",
@@ -135,7 +137,7 @@ def decode_config(
 @triton.jit
 def span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
     """Keys per split, a multiple of TILE: a few splits while these are short, then more of them."""
-    keys = tl.minimum(tl.cdiv(num_keys, _FEW_SPLITS), _USUAL_SPAN)
+    keys = tl.minimum(tl.cdiv(num_keys, _USUAL_SPLITS), _USUAL_SPAN)
     keys = tl.maximum(tl.maximum(keys, tl.cdiv(num_keys, SPLITS)), MIN_SPAN)
     return tl.cdiv(keys, TILE) * TILE
 
@@ -149,7 +151,7 @@ def _by_warp(TILE: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _softmax(scores, seen, m, total):
-    """Weights of a tile's keys, the factor of what was added up before, the new m and total."""
+    """Weights of a tile's keys, the factor of what was accumulated before, the new m and total."""
     scores = tl.where(seen[:, :, None], scores, -float("inf"))
     m_new = tl.maximum(m, tl.max(scores, axis=1))
     alpha = tl.exp2(m - m_new)
@@ -195,9 +197,9 @@ def _attend_plain(
 
 
 @triton.jit
-def _first_of(pair, dtype: tl.constexpr, IS_WHOLE: tl.constexpr, ON_GPU: tl.constexpr):
-    """The first of two 8-bit numbers as `dtype`: of whole ones, or of floats, which is fp16."""
-    if IS_WHOLE:
+def _first_of(pair, dtype: tl.constexpr, IS_INT8: tl.constexpr, ON_GPU: tl.constexpr):
+    """The first of two 8-bit numbers as `dtype`: INT8 in q's, FP8 in fp16."""
+    if IS_INT8:
         number = ((pair << 8) >> 8).to(dtype)
     elif ON_GPU:  # two pairs at once
         number = tl.inline_asm_elementwise(
@@ -216,8 +218,8 @@ def _first_of(pair, dtype: tl.constexpr, IS_WHOLE: tl.constexpr, ON_GPU: tl.cons
 
 
 @triton.jit
-def _second_of(pair, dtype: tl.constexpr, IS_WHOLE: tl.constexpr, ON_GPU: tl.constexpr):
-    if IS_WHOLE:
+def _second_of(pair, dtype: tl.constexpr, IS_INT8: tl.constexpr, ON_GPU: tl.constexpr):
+    if IS_INT8:
         number = (pair >> 8).to(dtype)
     elif ON_GPU:
         number = tl.inline_asm_elementwise(
@@ -242,7 +244,7 @@ def _attend_pairs(
     S: tl.constexpr, P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
     TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """As `_attend`, of a cache of 8-bit numbers seen as P pairs a head; with scales, whole ones."""
+    """As `_attend`, of an 8-bit cache seen as P pairs a head: with scales INT8, else FP8."""
     dtype: tl.constexpr = q_even.dtype
     cols = tl.arange(0, BLOCK_P)[None, None, :]
     in_head = cols < P
@@ -307,12 +309,12 @@ def _attend(
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr, out_dtype: tl.constexpr, out_scale_ptr):
-    """In `dtype`; of 8-bit floats these are divided by the scale."""
+def _to_output(x, dtype: tl.constexpr, out_dtype: tl.constexpr, out_scale_ptr):
+    """Fused quantization epilogue: x in `dtype`, or in FP8 divided by the scale."""
     x = x.to(dtype)
     if out_dtype.primitive_bitwidth == 8:
         x = x.to(tl.float32) / tl.load(out_scale_ptr)
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        x = fp8_clamp(x)
     return x.to(out_dtype)
 
 
@@ -324,7 +326,7 @@ def _store(
     """What a sequence's only program found."""
     if HAS_SINKS:
         total += tl.exp2(tl.load(sink_ptr, mask=is_head, other=0.0) * _LOG2_E - m)
-    out = _rounded(acc / total[:, None], dtype, to.dtype.element_ty, out_scale_ptr)
+    out = _to_output(acc / total[:, None], dtype, to.dtype.element_ty, out_scale_ptr)
     tl.store(to, out, mask=inside)
 
 
@@ -442,7 +444,7 @@ def reduce_splits(
         total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)
     out /= total
     to = out_ptr + (entry * H + head) * D + cols
-    tl.store(to, _rounded(out, dtype, out_ptr.dtype.element_ty, out_scale_ptr), mask=cols < D)
+    tl.store(to, _to_output(out, dtype, out_ptr.dtype.element_ty, out_scale_ptr), mask=cols < D)
 
 
 def decode(
@@ -462,7 +464,7 @@ def decode(
 ) -> None:
     """out[n] = attention of q[n] over the kv_lens[n] cached tokens of row rows[n].
 
-    Where `out_NHD` holds 8-bit floats these are to be multiplied by `out_scale_1`.
+    Where `out_NHD` is FP8 its scale is `out_scale_1` (fused quantization epilogue).
 
     The partial results live in memory from the caching allocator: inside a captured graph that is
     the graph's own pool, which all layers and graphs share.
@@ -487,10 +489,10 @@ def decode(
     if in_pairs:
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
     window = NO_WINDOW if params.window is None else params.window
-    sinks = kv_lens_N if sinks_H is None else sinks_H  # not touched where there are none
+    sinks = kv_lens_N if sinks_H is None else sinks_H  # not read where there are none
     k_scales_BKS, v_scales_BKS = scales or (None, None)
     block_d = triton.next_power_of_2(head_size)
-    partial, lse = out_NHD, out_NHD  # not touched where nothing is split
+    partial, lse = out_NHD, out_NHD  # not used where nothing is split
     if not is_direct:
         shape = (num_entries, num_heads, c.max_splits)
         partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
@@ -506,7 +508,7 @@ def decode(
         HAS_SCALES=scales is not None, ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
-    divide(kernel, c.carveout)
+    set_carveout(kernel, c.carveout)
     if not is_direct and num_splits > 1:
         reduce_splits[(num_heads, num_entries, 1)](
             partial, lse, out_NHD, kv_lens_N, sinks, out_scale_1, window,

@@ -26,7 +26,7 @@ _HOPPER = HopperKernels("penstock.kernels.attention.hopper_prefill", "prompts ar
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Launch shape."""
+    """Launch config."""
 
     rows: int = 128  # (query, head) pairs of one program
     tile: int = 64  # keys read at once
@@ -144,7 +144,7 @@ def _prefill(
     q_at = tokens[:, None] * stride_qt + heads[:, None] * D + cols
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
     if k_ptr.dtype.element_ty.is_fp8() and q.dtype == tl.bfloat16:
-        q = q.to(tl.float16)  # it holds all 8-bit floats exactly
+        q = q.to(tl.float16)  # it holds FP8 exactly
 
     num_before = kv_len - num_queries
     positions = num_before + queries
@@ -192,7 +192,7 @@ def prefill(
 ) -> None:
     """Attention of the entries from `first_entry` on, each over all its cached tokens.
 
-    `config` is one of this module's kernel; without it the one for Hopper may be taken.
+    `config` is of this module's kernel; without it the Hopper one may be used.
     """
     _, num_heads, head_size = q_THD.shape
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
@@ -217,7 +217,7 @@ def prefill(
     _prefill[grid](
         q_THD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_THD, rows_N,
         query_starts_N1, kv_lens_N, block_table_RM,
-        kv_lens_N if sinks_H is None else sinks_H,  # not touched without sinks
+        kv_lens_N if sinks_H is None else sinks_H,  # not read without sinks
         first_entry, params.scale * LOG2_E, params.v_scale, params.window or 0, q_THD.stride(0),
         k_cache_BKSD.stride(0), 0 if k_scales_BKS is None else k_scales_BKS.stride(0),
         block_table_RM.stride(0),

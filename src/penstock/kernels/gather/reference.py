@@ -35,13 +35,7 @@ def decode_inputs(
 
 
 @decode_inputs.impl("native", needs=native())
-def decode_inputs_native(
-    rows_N: Tensor,
-    last_tokens_R: Tensor,
-    lengths_R: Tensor,
-    block_table_RM: Tensor,
-    block_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def decode_inputs_native(rows_N, last_tokens_R, lengths_R, block_table_RM, block_size):
     num_entries = rows_N.shape[0]
     ids_N, positions_N, slots_N = torch.empty((3, num_entries), dtype=torch.int64).unbind()
     kv_lens_N = torch.empty(num_entries, dtype=torch.int32)

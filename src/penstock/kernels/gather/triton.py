@@ -6,7 +6,6 @@ Legend: N entries, R rows, M blocks a row may have.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from penstock.kernels.gather.reference import decode_inputs
 from penstock.kernels.op import arch
@@ -34,13 +33,7 @@ def _decode_inputs(
 
 
 @decode_inputs.impl("triton", needs=arch(80))
-def decode_inputs_triton(
-    rows_N: Tensor,
-    last_tokens_R: Tensor,
-    lengths_R: Tensor,
-    block_table_RM: Tensor,
-    block_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def decode_inputs_triton(rows_N, last_tokens_R, lengths_R, block_table_RM, block_size):
     num_entries = rows_N.shape[0]
     input_ids_N, positions_N, slots_N = torch.empty(
         (3, num_entries), dtype=torch.int64, device=rows_N.device

@@ -1,13 +1,7 @@
-"""What the kernels of experts share: the gate, and codes of 4 bits made floats."""
+"""FP4 (E2M1) codes dequantized to bfloat16 in registers, two at a time."""
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def gate_of(gate, up, alpha, shift, limit):
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    return (up + shift) * gate / (1.0 + tl.exp(-alpha * gate))
 
 
 @triton.jit
@@ -58,10 +52,3 @@ def bf16_pair(pairs):
 def halves(pairs):
     """Two bfloat16 in 32 bits as floats."""
     return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def dot(x, y, acc, ON_GPU: tl.constexpr):
-    if not ON_GPU:  # the interpreter takes bfloat16 for whole numbers
-        x, y = x.to(tl.float32), y.to(tl.float32)
-    return tl.dot(x, y, acc, input_precision="ieee")

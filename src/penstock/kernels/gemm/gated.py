@@ -1,6 +1,6 @@
-"""The meaning of a gated product of a few tokens: gate and product are one op.
+"""`gated_linear`: the gate_up GEMM with SiLU and multiply fused into its epilogue, for small M.
 
-At a few tokens a small op of its own costs as much as its launch.
+At small M an activation kernel of its own costs as much as its launch.
 
 Legend: T tokens, I inputs, F features; 2F is the gate's features, then the up projection's.
 """
@@ -10,15 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.activation import silu_mul
-from penstock.kernels.fp8.reference import fp8_linear, silu_mul_fp8
+from penstock.kernels.gemm.fp8 import fp8_linear
 from penstock.kernels.op import op
+from penstock.kernels.quantize.reference import silu_mul_fp8
 
-MIN_TILES_TOKENS = 2  # one is quicker without tensor cores
-MAX_GEMV_TOKENS = 2  # more are slower without them whatever the matrix
-MAX_TOKENS = 64  # of a gated product; more keep the gate apart
+MIN_SMALL_M_TOKENS = 2  # one is faster without tensor cores
+MAX_GEMV_TOKENS = 2  # more are slower without them, whatever the matrix
+MAX_TOKENS = 64  # of the fused GEMM; more have an activation kernel
 
 
-@op(gpu_module="penstock.kernels.gemm.skinny")
+@op(gpu_module="penstock.kernels.gemm.gemv")
 def gated_linear(
     x_TI: Tensor,
     scale: Tensor | None,
@@ -28,10 +29,10 @@ def gated_linear(
     dtype: torch.dtype,
     out_scale_1: Tensor | None,
 ) -> Tensor:
-    """silu(gate) * up of the product x W^T + b, which is rounded to `dtype` before.
+    """silu(gate) * up of x W^T + b, which is rounded to `dtype` before.
 
-    With scales, x and W hold 8-bit floats; x has one scale, or one per row ([T, 1]), W one, or one
-    per output. With `out_scale_1` the result is 8-bit floats to be multiplied by it.
+    With scales, x and W are FP8; x has one scale, or one per row ([T, 1]), W one, or one per
+    output. With `out_scale_1` the output is FP8 with that scale (fused quantization).
     """
     if scale is None or weight_scale is None:
         y_T2F = F.linear(x_TI, weight_2FI, bias_2F).to(dtype)

@@ -1,8 +1,9 @@
-"""Sums of whole numbers times what these stand for; parts of sums added up before.
+"""Epilogue of the INT8 GEMMs: the INT32 accumulator times its scales, plus the bias; and the
+split-K reduction before it.
 
-Sums are int32, so it makes no difference in how many parts they came.
+Accumulators are INT32, so the result does not depend on the number of splits.
 
-Legend: T tokens, O outputs, N parts of the inputs.
+Legend: T tokens, O outputs, N splits of the inputs.
 """
 
 import torch
@@ -16,7 +17,7 @@ _BLOCK = 512  # outputs of a program
 
 
 @triton.jit
-def of_outputs(
+def load_scale_and_bias(
     w_scale_ptr, bias_ptr, outputs, is_output, stride_w_scale, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """(scales of weights, biases)"""
@@ -28,7 +29,7 @@ def of_outputs(
 
 
 @triton.jit
-def finished(y, scale, w_scale, bias, HAS_BIAS: tl.constexpr):
+def epilogue(y, scale, w_scale, bias, HAS_BIAS: tl.constexpr):
     y = y.to(tl.float32) * scale * w_scale
     if HAS_BIAS:
         y += bias
@@ -36,8 +37,8 @@ def finished(y, scale, w_scale, bias, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _add_up(
-    parts_ptr, scale_ptr, w_scale_ptr, bias_ptr, out_ptr, part_size, num_outputs,
+def _reduce_split_k(
+    parts_ptr, scale_ptr, w_scale_ptr, bias_ptr, out_ptr, part_size, out_features,
     stride_scale, stride_w_scale,
     N: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -45,18 +46,18 @@ def _add_up(
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_output = outputs < num_outputs
-    w_scale, bias = of_outputs(
+    is_output = outputs < out_features
+    w_scale, bias = load_scale_and_bias(
         w_scale_ptr, bias_ptr, outputs, is_output, stride_w_scale, HAS_BIAS
     )  # fmt: skip
     wait_for_previous(PDL)
     scale = tl.load(scale_ptr + token * stride_scale)
-    at = token * num_outputs + outputs
+    at = token * out_features + outputs
     y = tl.zeros((BLOCK,), tl.int32)
     for _ in tl.static_range(N):
         y += tl.load(parts_ptr + at, mask=is_output, other=0)
         parts_ptr += part_size
-    y = finished(y, scale, w_scale, bias, HAS_BIAS)
+    y = epilogue(y, scale, w_scale, bias, HAS_BIAS)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_output)
 
 
@@ -65,18 +66,18 @@ def by_row(scale: Tensor) -> int:
     return int(scale.numel() > 1)
 
 
-def add_up(
+def reduce_split_k(
     parts_NTO: Tensor,
     scale: Tensor,
     weight_scale: Tensor,
     bias_O: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    num_parts, num_tokens, num_outputs = parts_NTO.shape
-    out_TO = torch.empty((num_tokens, num_outputs), dtype=dtype, device=parts_NTO.device)
-    block = min(_BLOCK, triton.next_power_of_2(num_outputs))
-    _add_up[(num_tokens, triton.cdiv(num_outputs, block))](
-        parts_NTO, scale, weight_scale, bias_O, out_TO, parts_NTO.stride(0), num_outputs,
+    num_parts, num_tokens, out_features = parts_NTO.shape
+    out_TO = torch.empty((num_tokens, out_features), dtype=dtype, device=parts_NTO.device)
+    block = min(_BLOCK, triton.next_power_of_2(out_features))
+    _reduce_split_k[(num_tokens, triton.cdiv(out_features, block))](
+        parts_NTO, scale, weight_scale, bias_O, out_TO, parts_NTO.stride(0), out_features,
         by_row(scale), by_row(weight_scale),
         N=num_parts, HAS_BIAS=bias_O is not None, BLOCK=block, num_warps=4,
         **launch_options(parts_NTO),

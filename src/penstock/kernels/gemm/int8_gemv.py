@@ -1,9 +1,9 @@
-"""A token or two times a matrix of whole numbers: the time is that of reading the matrix once.
+"""INT8 GEMV for one or two tokens: memory-bound, the time is that of reading the matrix once.
 
-Many small programs without tensor cores; an instruction multiplies four numbers and adds them up.
-The first weights are on the way before the kernel in front has finished.
+Many small programs without tensor cores; dp4a multiplies and accumulates four values. The first
+weights are in flight before the previous kernel has finished (PDL).
 
-Legend: T tokens, I inputs, O outputs; a word is four numbers.
+Legend: T tokens, I inputs, O outputs; a word is four values.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.int8.triton_parts import by_row, finished, of_outputs
+from penstock.kernels.gemm.int8_epilogue import by_row, epilogue, load_scale_and_bias
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-_WORD = 4  # numbers
+_WORD = 4  # values
 _MAX_WORDS = 1024  # of a row read at once
 _MAX_ROWS = 4  # of a program with one token
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """Launch shape."""
+    """Launch config."""
 
     rows: int  # outputs of a program
     words: int  # of a row read at once
@@ -32,7 +32,7 @@ class GemvConfig:
 
 @triton.jit
 def _multiplied(w, x, acc, ON_GPU: tl.constexpr):
-    """acc + the four products of two words' numbers."""
+    """acc + the dot product of two words of four values."""
     if ON_GPU:
         acc = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, acc],
@@ -50,10 +50,10 @@ def _weights(w_rows, words, is_output, num_words):
     return tl.load(w_rows + words, mask=mask, other=0, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["num_outputs"])
+@triton.jit(do_not_specialize=["out_features"])
 def _gemv(
     x_ptr, scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr,
-    num_outputs, num_words, stride_x, stride_scale, stride_w_scale,
+    out_features, num_words, stride_x, stride_scale, stride_w_scale,
     T: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr, HAS_BIAS: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -63,11 +63,11 @@ def _gemv(
     tokens = tl.arange(0, BLOCK_T)[:, None, None]
     words = tl.arange(0, BLOCK)[None, None, :]
     rows, columns = tl.arange(0, BLOCK_T)[:, None], outputs[None, :]  # of what is written
-    is_output = (outputs < num_outputs)[None, :, None]
+    is_output = (outputs < out_features)[None, :, None]
     w_rows = w_ptr + (outputs.to(tl.int64) * num_words)[None, :, None]
     w = _weights(w_rows, words, is_output, num_words)
-    w_scale, bias = of_outputs(
-        w_scale_ptr, bias_ptr, columns, columns < num_outputs, stride_w_scale, HAS_BIAS
+    w_scale, bias = load_scale_and_bias(
+        w_scale_ptr, bias_ptr, columns, columns < out_features, stride_w_scale, HAS_BIAS
     )  # fmt: skip
     wait_for_previous(PDL)
     scale = tl.load(scale_ptr + rows * stride_scale, mask=rows < T, other=0.0)
@@ -80,17 +80,17 @@ def _gemv(
         x = tl.load(x_rows + at, mask=(tokens < T) & (at < num_words), other=0)
         acc = _multiplied(w, x, acc, ON_GPU)
 
-    y = finished(tl.sum(acc, axis=2), scale, w_scale, bias, HAS_BIAS)
-    mask = (rows < T) & (columns < num_outputs)
-    to = out_ptr + rows * num_outputs + columns
+    y = epilogue(tl.sum(acc, axis=2), scale, w_scale, bias, HAS_BIAS)
+    mask = (rows < T) & (columns < out_features)
+    to = out_ptr + rows * out_features + columns
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gemv_config(num_inputs: int, num_tokens: int) -> GemvConfig:
-    """The best of 9 on an H200. us of 4096 x 14336 (outputs x inputs; floor 13.0) and of
+def gemv_config(in_features: int, num_tokens: int) -> GemvConfig:
+    """The best of 9 on an H200. us of 4096 x 14336 (outputs x inputs; roofline 13.0) and of
     8192 x 28672 (52.0): one token 14.2 and 53.4, two 15.9 and 55.7.
     """
-    words = min(_MAX_WORDS, triton.next_power_of_2(num_inputs // _WORD))
+    words = min(_MAX_WORDS, triton.next_power_of_2(in_features // _WORD))
     rows = max(1, _MAX_ROWS // triton.next_power_of_2(num_tokens))
     return GemvConfig(rows=rows, words=words, num_warps=4)
 
@@ -106,14 +106,14 @@ def gemv(
 ) -> Tensor:
     """As `int8_linear`; inputs are a multiple of 16."""
     assert weight_OI.is_contiguous(), weight_OI.stride()
-    (num_tokens, num_inputs), num_outputs = x_TI.shape, weight_OI.shape[0]
-    c = config or gemv_config(num_inputs, num_tokens)
+    (num_tokens, in_features), out_features = x_TI.shape, weight_OI.shape[0]
+    c = config or gemv_config(in_features, num_tokens)
     x_TW, weight_OW = (values.view(torch.int32) for values in (x_TI, weight_OI))
-    out_TO = torch.empty((num_tokens, num_outputs), dtype=dtype, device=x_TI.device)
-    num_words = num_inputs // _WORD
-    _gemv[(triton.cdiv(num_outputs, c.rows),)](
+    out_TO = torch.empty((num_tokens, out_features), dtype=dtype, device=x_TI.device)
+    num_words = in_features // _WORD
+    _gemv[(triton.cdiv(out_features, c.rows),)](
         x_TW, scale, weight_OW, weight_scale, bias_O, out_TO,
-        num_outputs, num_words, x_TW.stride(0), by_row(scale), by_row(weight_scale),
+        out_features, num_words, x_TW.stride(0), by_row(scale), by_row(weight_scale),
         T=num_tokens, BLOCK_T=triton.next_power_of_2(num_tokens), ROWS=c.rows, BLOCK=c.words,
         TILES=triton.cdiv(num_words, c.words), HAS_BIAS=bias_O is not None, ON_GPU=x_TI.is_cuda,
         num_warps=c.num_warps, **launch_options(x_TI),

@@ -1,6 +1,6 @@
-"""What the parts of an expert's product have given, and a token's experts, added up.
+"""`combine`: the split-K reduction, and the sum of a token's experts, in one kernel.
 
-Legend: T tokens, S slots, K experts of a token, P = T * K pairs, D hidden size, N parts of some
+Legend: T tokens, S slots, K experts of a token, P = T * K pairs, D hidden size, N splits of the
 inputs.
 """
 
@@ -15,11 +15,11 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _sum_parts(
+def _combine(
     parts_ptr, slots_ptr, y_ptr, T, S, D, K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[token] = sum of all parts of its pairs; one program per token and block of channels.
+    """y[token] = sum of all splits of its pairs; one program per token and block of channels.
 
     HAS_SLOTS: nothing was written for pairs of slot S, so what is read there does not count.
     """
@@ -40,7 +40,7 @@ def _sum_parts(
     tl.store(y_ptr + token * D + channels, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def sum_parts(
+def combine(
     parts_NPD: Tensor,
     num_tokens: int,
     dtype: torch.dtype,
@@ -51,7 +51,7 @@ def sum_parts(
     num_parts, num_pairs, size = parts_NPD.shape
     y_TD = torch.empty((num_tokens, size), dtype=dtype, device=parts_NPD.device)
     block = min(_BLOCK, triton.next_power_of_2(size))
-    _sum_parts[(num_tokens, triton.cdiv(size, block))](
+    _combine[(num_tokens, triton.cdiv(size, block))](
         parts_NPD, slots_TK, y_TD, num_tokens, num_slots, size, K=num_pairs // num_tokens,
         N=num_parts, BLOCK=block, HAS_SLOTS=slots_TK is not None, num_warps=4,
         **launch_options(parts_NPD),

@@ -1,18 +1,18 @@
-"""Into how many parts the inputs of a product are split, so that its programs fill the GPU."""
+"""`choose_split_k`: how many splits of K let the programs of a GEMM fill the GPU."""
 
 import functools
 
-_COST = 0.015  # of the whole time: a split's sums are written and read
+_COST = 0.015  # of the whole time: the partial sums of a split are written and read
 _MIN_TILES = 4  # of a split
 _MAX_SPLITS = 16
 
 
 @functools.cache
-def even_splits(
+def choose_split_k(
     num_programs: int, at_a_time: int, num_tiles: int, max_splits: int = _MAX_SPLITS
 ) -> int:
-    """As many as leave the fewest places of the GPU empty: of a product that has `num_programs`
-    without splits and `num_tiles` of inputs, on a GPU that runs so many programs at a time."""
+    """The split-K factor with the least wave quantization, for a GEMM of `num_programs` without
+    splits and `num_tiles` along K, on a GPU that runs `at_a_time` programs."""
 
     def cost(splits: int) -> float:
         rounds = -(-num_programs * splits // at_a_time)

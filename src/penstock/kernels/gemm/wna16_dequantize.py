@@ -1,18 +1,18 @@
-"""Codes made bfloat16 in registers: two of each word at a time, in the 32 bits of a pair.
+"""INT4, INT8, E4M3 and NF4 codes, and FP4 scales, dequantized to bfloat16 in registers in pairs.
 
-`J` is which of a word's four pairs. How codes lie in words: `coded.weights`.
+`J` is which of a word's four pairs. The layout of words is that of `wna16_packing`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.coded.weights import NF4_VALUES
+from penstock.kernels.quantized_weight import NF4_VALUES
 
 
 @triton.jit
 def int4_pairs(words, minus, J: tl.constexpr):
-    """Codes less zero points: `minus` is what 128 + a code is added to, twice."""
+    """Codes less zero points: `minus` is -(128 + zero point), twice; 128 + code is added to it."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 code, one;
@@ -25,7 +25,7 @@ def int4_pairs(words, minus, J: tl.constexpr):
 
 @triton.jit
 def minus_zeros(zeros):
-    """-(128 + zero) twice, of whole numbers below 128."""
+    """-(128 + zero) twice, of integers below 128."""
     return zeros * 0x00010001 - 0x3CFF3D00
 
 

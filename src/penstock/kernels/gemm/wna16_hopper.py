@@ -1,21 +1,20 @@
-"""Products with coded weights on Hopper, where warps have different jobs.
+"""W4A16 and W8A16 GEMM on Hopper, warp-specialized.
 
-One warp copies words, scales and inputs into shared memory, by descriptors (TMA) and a tile of 128
-inputs at a time; four warps make codes bfloat16 in registers and multiply them there. A program has
-128 outputs in two slabs; inputs are split among programs until they fill the GPU. Scales of groups
-are multiplied with numbers in bfloat16, those of whole outputs with sums.
+A producer warp copies words, scales and inputs into shared memory by TMA, a tile of 128 inputs at a
+time; four consumer warps dequantize codes to bfloat16 in registers and multiply them there (wgmma
+with its left operand in registers). A program has 128 outputs in two slabs; split-K
+fills the GPU. Group scales are multiplied with weights in bfloat16,
+per-output scales with accumulators.
 
-The first tiles of weights are on their way before the kernel in front has finished; inputs, and all
-that is written, wait for it.
+The first tiles of weights are on their way before the previous kernel has finished (PDL); inputs,
+and all that is written, wait for it. The same kernel computes experts (`moe.wna16_hopper`): there a
+block of tokens is one of pairs of a token and an expert, whose matrix it reads.
 
-Experts: a block of tokens is one of pairs of a token and an expert, whose matrix it reads. So few
-tokens that they seldom share an expert have a block for each pair.
-
-What results is that of `coded.triton`, up to rounding. Triton's interpreter cannot run this:
+The result is that of `wna16_triton`, up to rounding. Triton's interpreter cannot run this:
 tests/gpu compares it.
 
-Legend: T tokens, I inputs, O outputs, M tokens of a block; S slots, K experts of a token, P = T * K
-pairs, B blocks of pairs, D hidden size, F features of an expert.
+Legend: T tokens, I inputs, O outputs, M tokens of a block; S slots, P pairs of a token and an
+expert, B blocks of pairs.
 """
 
 from dataclasses import dataclass
@@ -26,24 +25,27 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.kernels.coded import decode
-from penstock.kernels.coded.sums import gated_parts
-from penstock.kernels.coded.weights import TILE, WORDS, CodedWeight
-from penstock.kernels.device import num_places
-from penstock.kernels.gemm.splits import even_splits
-from penstock.kernels.gluon_tools import copy, descriptor, slab_of_pairs, view
-from penstock.kernels.moe.gate import Gate
-from penstock.kernels.moe.hopper_mxfp4 import block_rows, in_order_of_blocks
-from penstock.kernels.moe.triton_sort import sorted_pairs
-from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.moe.triton_tiles import mxfp4_pairs, scaled_pairs
+from penstock.kernels.device import num_sms
+from penstock.kernels.gemm import wna16_dequantize as decode
+from penstock.kernels.gemm.fp4_dequantize import mxfp4_pairs, scaled_pairs
+from penstock.kernels.gemm.reduce import combine
+from penstock.kernels.gemm.split_k import choose_split_k
+from penstock.kernels.gemm.wna16_packing import TILE, WORDS, GpuPackedWeight
+from penstock.kernels.gluon_tools import (
+    PANEL,
+    copy,
+    copy_panels,
+    descriptor,
+    pipeline_barriers,
+    slab_of_pairs,
+    view,
+)
 from penstock.kernels.moe.weights import pointer
 from penstock.kernels.pdl import launch_options
 
@@ -57,20 +59,18 @@ _nf4_pairs = gluon.jit(decode.nf4_pairs.fn)
 _scaled_pairs = gluon.jit(scaled_pairs.fn)
 _ROWS = gl.constexpr(128)  # of a program
 _LINE = gl.constexpr(256)  # words, or scales, that are copied side by side
-_PANEL = gl.constexpr(64)  # inputs that lie side by side in shared memory: 128 bytes
 _TILE = gl.constexpr(TILE)
 _WORDS = gl.constexpr(WORDS)
 _MAX_ELEMENTS = 1 << 31  # that a descriptor's coordinates can name
-_MAX_UNSORTED = 2  # tokens; so few seldom share an expert
 
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """Launch shape."""
+    """Launch config."""
 
-    stages: int  # tiles on the way
-    registers: int  # of a thread on average; they decide how many programs run at a time
-    programs: int  # at a time on a multiprocessor
+    stages: int  # of the pipeline, a tile each
+    registers: int  # of a thread on average; they decide the occupancy
+    programs: int  # resident on an SM
     band: int  # blocks of pairs that follow each other before the next outputs
 
 
@@ -81,8 +81,6 @@ CONFIGS = {  # by tokens of a block
     64: HopperConfig(stages=4, registers=128, programs=2, band=4),
     128: HopperConfig(stages=2, registers=128, programs=2, band=4),
 }
-# Experts have more programs than places: four at a time, where registers are enough for it.
-_FEW_OF_EXPERTS = HopperConfig(stages=4, registers=64, programs=4, band=1)
 
 
 @gluon.jit
@@ -168,7 +166,7 @@ def _multiply_slab(
     acc, w_tiles, s_tiles, z_tiles, x0, x1, at, KIND: gl.constexpr, PLANES: gl.constexpr,
     SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr, WORDS: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """Two products on their way, and what must live until they are done."""
+    """Two wgmma in flight, and what must live until they are done."""
     words0, upper0 = _words(w_tiles, at, PLANES, WORDS)
     words1, upper1 = _words(w_tiles, at + 1, PLANES, WORDS)
     a = _left(
@@ -187,7 +185,7 @@ def _multiply_slab(
 @gluon.jit
 def _finish(
     acc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr, weights_ptr, first, block, split,
-    num_tokens, num_out, num_outputs,
+    num_tokens, num_out, out_features,
     KIND: gl.constexpr, HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr,
     HAS_BIAS: gl.constexpr, BLOCKS: gl.constexpr, IS_WEIGHTED: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
@@ -196,7 +194,7 @@ def _finish(
     MMA: gl.constexpr = acc.type.layout
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     outputs = first + row // 8 % 2 * 32 + row // 16 * 8 + row % 8
-    is_output = outputs < num_outputs
+    is_output = outputs < out_features
     within = gl.arange(0, M, layout=gl.SliceLayout(0, MMA))
     to_rows = block * M + within
     tokens = to_rows
@@ -220,7 +218,7 @@ def _finish(
         acc += bias.to(gl.float32)[:, None]
     if IS_WEIGHTED:
         acc *= gl.load(weights_ptr + tokens, mask=is_token, other=0.0)[None, :]
-    to = (split * num_out + to_rows).to(gl.int64)[None, :] * num_outputs + outputs[:, None]
+    to = (split * num_out + to_rows).to(gl.int64)[None, :] * out_features + outputs[:, None]
     mask = is_output[:, None] & is_token[None, :]
     gl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -228,7 +226,7 @@ def _finish(
 @gluon.jit
 def _compute(
     w_tiles, s_tiles, z_tiles, x_panels, full, empty, row_scales_ptr, outer_ptr, bias_ptr, out_ptr,
-    pairs_ptr, weights_ptr, first, block, split, num_here, num_tokens, num_out, num_outputs,
+    pairs_ptr, weights_ptr, first, block, split, num_here, num_tokens, num_out, out_features,
     KIND: gl.constexpr, PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr,
     HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCKS: gl.constexpr, IS_WEIGHTED: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
@@ -254,15 +252,15 @@ def _compute(
         acc0, acc1, a, b, c, d = warpgroup_mma_wait(0, deps=(acc0, acc1, a, b, c, d))
         mbarrier.arrive(empty.index(stage), count=1)
     if PDL:
-        gdc_wait()  # the copying warp has waited, so this takes no time
+        gdc_wait()  # the producer warp has waited, so this takes no time
     _finish(
         acc0, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr, weights_ptr, first, block,
-        split, num_tokens, num_out, num_outputs, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, BLOCKS,
+        split, num_tokens, num_out, out_features, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, BLOCKS,
         IS_WEIGHTED, M,
     )  # fmt: skip
     _finish(
         acc1, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr, weights_ptr, first + 64,
-        block, split, num_tokens, num_out, num_outputs, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS,
+        block, split, num_tokens, num_out, out_features, KIND, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS,
         BLOCKS, IS_WEIGHTED, M,
     )  # fmt: skip
 
@@ -278,13 +276,13 @@ def _copy_columns(desc, boxes, barrier, stage, row, COLUMNS: gl.constexpr):
 @gluon.jit
 def _copy_weights(
     w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, stage, tile, first_row,
-    first_scale_row, num_outputs, tiles_per_scale,
+    first_scale_row, out_features, tiles_per_scale,
     PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """A tile's words, scales and zero points; BYTES are those of its inputs, too."""
     LINE_ROWS: gl.constexpr = _LINE // (_WORDS * PLANES)
-    row = first_row + tile * num_outputs
-    scale_row = first_scale_row + tile // tiles_per_scale * num_outputs
+    row = first_row + tile * out_features
+    scale_row = first_scale_row + tile // tiles_per_scale * out_features
     barrier = full.index(stage)
     mbarrier.expect(barrier, BYTES)
     copy(w_desc, [row // LINE_ROWS, 0], barrier, w_boxes.index(stage))
@@ -295,16 +293,9 @@ def _copy_weights(
 
 
 @gluon.jit
-def _copy_inputs(x_desc, x_panels, full, stage, x_row, tile):
-    for panel in gl.static_range(2):
-        at = [x_row, tile * _TILE + panel * _PANEL]
-        copy(x_desc, at, full.index(stage), x_panels.index(stage * 2 + panel))
-
-
-@gluon.jit
 def _load(
     w_desc, s_desc, z_desc, x_desc, w_boxes, s_boxes, z_boxes, x_panels, full, empty, first_row,
-    first_scale_row, x_row, first_tile, num_here, num_outputs, tiles_per_scale,
+    first_scale_row, x_row, first_tile, num_here, out_features, tiles_per_scale,
     PLANES: gl.constexpr, SCALES: gl.constexpr, SCALE_BYTES: gl.constexpr, HAS_ZEROS: gl.constexpr,
     M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -314,20 +305,20 @@ def _load(
     for j in range(num_early):
         _copy_weights(
             w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, j, first_tile + j, first_row,
-            first_scale_row, num_outputs, tiles_per_scale, PLANES, SCALES, HAS_ZEROS, BYTES,
+            first_scale_row, out_features, tiles_per_scale, PLANES, SCALES, HAS_ZEROS, BYTES,
         )  # fmt: skip
     if PDL:
         gdc_wait()
     for j in range(num_early):
-        _copy_inputs(x_desc, x_panels, full, j, x_row, first_tile + j)
+        copy_panels(x_desc, x_panels, full, j, x_row, first_tile + j)
     for j in range(num_early, num_here):
         stage, tile = j % STAGES, first_tile + j
         mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
         _copy_weights(
             w_desc, s_desc, z_desc, w_boxes, s_boxes, z_boxes, full, stage, tile, first_row,
-            first_scale_row, num_outputs, tiles_per_scale, PLANES, SCALES, HAS_ZEROS, BYTES,
+            first_scale_row, out_features, tiles_per_scale, PLANES, SCALES, HAS_ZEROS, BYTES,
         )  # fmt: skip
-        _copy_inputs(x_desc, x_panels, full, stage, x_row, tile)
+        copy_panels(x_desc, x_panels, full, stage, x_row, tile)
 
 
 @gluon.jit
@@ -344,7 +335,7 @@ def _columns(DTYPE: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, COLU
 @gluon.jit
 def _run(
     w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr,
-    weights_ptr, slot, first, block, split, x_row, num_tokens, num_out, num_outputs, num_tiles,
+    weights_ptr, slot, first, block, split, x_row, num_tokens, num_out, out_features, num_tiles,
     tiles_each, num_scales, tiles_per_scale,
     KIND: gl.constexpr, PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr,
     HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -355,16 +346,16 @@ def _run(
     first_tile = split * tiles_each
     num_here = gl.minimum(tiles_each, num_tiles - first_tile)
     if BLOCKS != "of tokens":
-        row_scales_ptr += slot * num_outputs
-        outer_ptr += slot * num_outputs
-        bias_ptr += slot * num_outputs
+        row_scales_ptr += slot * out_features
+        outer_ptr += slot * out_features
+        bias_ptr += slot * out_features
     W: gl.constexpr = gl.NVMMASharedLayout(0, 32)
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LINES: gl.constexpr = _ROWS * _WORDS * PLANES // _LINE
     w_boxes = gl.allocate_shared_memory(gl.int32, [STAGES, LINES, _LINE], W)
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     w_tiles = view(w_boxes, gl.int32, [STAGES * 4, 32, _WORDS * PLANES], ROWS)
-    x_panels = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, M, _PANEL], X)
+    x_panels = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, M, PANEL], X)
     s_boxes, s_tiles = w_boxes, w_tiles
     z_boxes, z_tiles = w_boxes, w_tiles
     SCALE_BITS: gl.constexpr = s_desc.dtype.primitive_bitwidth if SCALES > 0 else 0
@@ -372,26 +363,21 @@ def _run(
         s_boxes, s_tiles = _columns(s_desc.dtype, SCALE_BITS, STAGES, SCALES)
     if HAS_ZEROS:
         z_boxes, z_tiles = _columns(gl.uint8, 8, STAGES, SCALES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    first_row, first_scale_row = slot * num_tiles * num_outputs, slot * num_scales * num_outputs
+    full, empty = pipeline_barriers(STAGES)
+    first_row, first_scale_row = slot * num_tiles * out_features, slot * num_scales * out_features
     gl.warp_specialize(
         [
             (_compute, (
                 w_tiles, s_tiles, z_tiles, x_panels, full, empty, row_scales_ptr, outer_ptr,
                 bias_ptr, out_ptr, pairs_ptr, weights_ptr, first, block, split, num_here,
-                num_tokens, num_out, num_outputs, KIND, PLANES, SCALES, HAS_ZEROS, HAS_ROW_SCALES,
+                num_tokens, num_out, out_features, KIND, PLANES, SCALES, HAS_ZEROS, HAS_ROW_SCALES,
                 HAS_OUTER, HAS_BIAS, BLOCKS, IS_WEIGHTED, M, STAGES, PDL,
             )),
             (_load, (
                 w_desc, s_desc, z_desc, x_desc, w_boxes, s_boxes, z_boxes, x_panels, full, empty,
                 first_row + first, first_scale_row + first, x_row, first_tile, num_here,
-                num_outputs, tiles_per_scale, PLANES, SCALES, SCALE_BITS // 8, HAS_ZEROS, M, STAGES,
-                PDL,
+                out_features, tiles_per_scale, PLANES, SCALES, SCALE_BITS // 8, HAS_ZEROS, M,
+                STAGES, PDL,
             )),
         ],
         [1],
@@ -400,25 +386,25 @@ def _run(
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_blocks", "num_out", "tiles_each", "band"])
-def _coded(
+def _wna16(
     w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, slots_ptr,
-    pairs_ptr, weights_ptr, num_tokens, num_blocks, num_out, num_outputs, num_tiles, tiles_each,
+    pairs_ptr, weights_ptr, num_tokens, num_blocks, num_out, out_features, num_tiles, tiles_each,
     num_scales, tiles_per_scale, band, num_slots,
     KIND: gl.constexpr, PLANES: gl.constexpr, SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr,
     HAS_ROW_SCALES: gl.constexpr, HAS_OUTER: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCKS: gl.constexpr, PAIRS_PER_ROW: gl.constexpr, IS_WEIGHTED: gl.constexpr,
     IS_EARLY: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `triton._coded`: out[split, t, o]. A band of blocks of tokens follow each other, so that
-    they find the weights in the L2.
+    """As `wna16_triton._wna16`: out[split, t, o]. A band of blocks of tokens follow each other, so
+    that they find the weights in the L2.
 
-    IS_EARLY: slots were known before the kernel in front began, so that weights need not wait.
+    IS_EARLY: slots were known before the previous kernel began, so weights need not wait for it.
     """
     if PDL:
         if not IS_EARLY:
             gdc_wait()
         gdc_launch_dependents()
-    num_rows = gl.cdiv(num_outputs, _ROWS)
+    num_rows = gl.cdiv(out_features, _ROWS)
     split = gl.program_id(0) // (num_blocks * num_rows)
     at = gl.program_id(0) % (num_blocks * num_rows)
     first_block = at // (band * num_rows) * band
@@ -428,7 +414,7 @@ def _coded(
     if BLOCKS == "of tokens":
         _run(
             w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, pairs_ptr,
-            weights_ptr, 0, first, block, split, block * M, num_tokens, num_out, num_outputs,
+            weights_ptr, 0, first, block, split, block * M, num_tokens, num_out, out_features,
             num_tiles, tiles_each, num_scales, tiles_per_scale, KIND, PLANES, SCALES, HAS_ZEROS,
             HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, BLOCKS, IS_WEIGHTED, M, STAGES, PDL,
         )  # fmt: skip
@@ -441,7 +427,7 @@ def _coded(
             _run(
                 w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr,
                 pairs_ptr, weights_ptr, slot, first, block, split, x_row, num_tokens, num_out,
-                num_outputs, num_tiles, tiles_each, num_scales, tiles_per_scale, KIND, PLANES,
+                out_features, num_tiles, tiles_each, num_scales, tiles_per_scale, KIND, PLANES,
                 SCALES, HAS_ZEROS, HAS_ROW_SCALES, HAS_OUTER, HAS_BIAS, BLOCKS, IS_WEIGHTED, M,
                 STAGES, PDL,
             )  # fmt: skip
@@ -449,33 +435,23 @@ def _coded(
             gdc_wait()
 
 
-def _can_read(x: Tensor, weight: CodedWeight) -> bool:
+def can_read(x: Tensor, weight: GpuPackedWeight) -> bool:
     return (
         x.dtype == torch.bfloat16
-        and weight.num_inputs % 8 == 0
-        and weight.num_outputs % WORDS == 0
+        and weight.in_features % 8 == 0
+        and weight.out_features % WORDS == 0
         and max(weight.words_NOPW.numel() // WORDS, weight.scales.numel()) < _MAX_ELEMENTS
     )
 
 
-def fits(x_TI: Tensor, weight: CodedWeight) -> bool:
+def fits(x_TI: Tensor, weight: GpuPackedWeight) -> bool:
     """Whether the kernel can compute these, on a Hopper GPU."""
-    return _can_read(x_TI, weight) and weight.words_NOPW.dim() == 4
+    return can_read(x_TI, weight) and weight.words_NOPW.dim() == 4
 
 
-def fits_experts(x_TD: Tensor, gate_up: CodedWeight, down: CodedWeight) -> bool:
-    """As `fits`; experts whose inputs have an order of their own are left to the other kernel."""
-    return (
-        _can_read(x_TD, gate_up)
-        and _can_read(x_TD, down)
-        and gate_up.order_I is None
-        and down.order_I is None
-    )
-
-
-def _multiply(
+def multiply(
     x: Tensor,
-    weight: CodedWeight,
+    weight: GpuPackedWeight,
     bias: Tensor | None,
     num_tokens: int,
     rows: int,
@@ -492,17 +468,17 @@ def _multiply(
     With `slots_B` tokens are pairs, one to a block or `pairs_BM`. Then `x` is in the order of
     blocks, and so is what comes out, but with `weights_P`.
     """
-    num_tiles, num_outputs, planes, _ = weight.words_NOPW.shape[-4:]
-    stages = max(2, c.stages + 1 - planes)  # the same programs with words of twice the size
+    num_tiles, out_features, planes, _ = weight.words_NOPW.shape[-4:]
+    stages = max(2, c.stages + 1 - planes)  # words of twice the size, the same occupancy
     num_groups, _, columns = weight.scales.shape[-3:]
     has_row_scales = num_groups == 1 < num_tiles and weight.zeros is None
     num_blocks = triton.cdiv(num_tokens, rows) if slots_B is None else len(slots_B)
-    num_rows = triton.cdiv(num_outputs, _ROWS.value)
+    num_rows = triton.cdiv(out_features, _ROWS.value)
     tiles_each = triton.cdiv(num_tiles, splits)
     splits = triton.cdiv(num_tiles, tiles_each)
     num_out = num_tokens if pairs_BM is None or weights_P is not None else pairs_BM.numel()
     dtype = x.dtype if splits == 1 else torch.float32
-    out = torch.empty((splits, num_out, num_outputs), dtype=dtype, device=x.device)
+    out = torch.empty((splits, num_out, out_features), dtype=dtype, device=x.device)
     blocks = "of tokens"
     if slots_B is not None:
         blocks = "of a pair" if pairs_BM is None else "of a slot"
@@ -510,17 +486,17 @@ def _multiply(
     words = (weight.words_NOPW.numel() // line, line)
     box = (_ROWS.value * WORDS * planes // line, line)
     w_desc = descriptor(weight.words_NOPW, words, box, gl.NVMMASharedLayout(0, 32))
-    x_shape, x_box = (x.shape[0], x.shape[1]), (rows, _PANEL.value)
+    x_shape, x_box = (x.shape[0], x.shape[1]), (rows, PANEL.value)
     x_desc = descriptor(x, x_shape, x_box, gl.NVMMASharedLayout(128, 16))
     s_desc, z_desc = (
         None if part is None else _column_descriptor(part)
         for part in (None if has_row_scales else weight.scales, weight.zeros)
     )
-    _coded[(num_blocks * num_rows * splits,)](
+    _wna16[(num_blocks * num_rows * splits,)](
         w_desc, s_desc or x_desc, z_desc or x_desc, x_desc, weight.scales,
         pointer(weight.outer_O, out), pointer(bias, out), out, pointer(slots_B, out),
         pointer(pairs_BM, out), pointer(weights_P, out), num_tokens, num_blocks, num_out,
-        num_outputs, num_tiles, tiles_each, num_groups, triton.cdiv(num_tiles, num_groups),
+        out_features, num_tiles, tiles_each, num_groups, triton.cdiv(num_tiles, num_groups),
         num_blocks if slots_B is None else c.band, weight.num_slots,
         KIND=weight.kind, PLANES=planes, SCALES=0 if has_row_scales else columns,
         HAS_ZEROS=weight.zeros is not None, HAS_ROW_SCALES=has_row_scales,
@@ -534,72 +510,28 @@ def _multiply(
 
 def linear(
     x_TI: Tensor,
-    weight: CodedWeight,
+    weight: GpuPackedWeight,
     bias_O: Tensor | None,
     rows: int | None = None,
     config: HopperConfig | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """As `coded_linear`, of what `fits`."""
+    """As `weight_only_linear`, of what `fits`."""
     num_tokens = x_TI.shape[0]
     x_TI = x_TI.contiguous() if weight.order_I is None else x_TI[:, weight.order_I]
     rows = rows or min(max(CONFIGS), max(min(CONFIGS), triton.next_power_of_2(num_tokens)))
     c = config or CONFIGS[rows]
     if splits is None:
-        # So few kinds of launches are made at start.
+        # So there are few kernels to compile at start.
         num_blocks = triton.next_power_of_2(triton.cdiv(num_tokens, rows))
-        splits = _splits(num_blocks, weight, c)
-    parts = _multiply(x_TI, weight, bias_O, num_tokens, rows, c, splits)
-    return parts[0] if len(parts) == 1 else sum_parts(parts, num_tokens, x_TI.dtype)
+        splits = choose_splits(num_blocks, weight, c)
+    parts = multiply(x_TI, weight, bias_O, num_tokens, rows, c, splits)
+    return parts[0] if len(parts) == 1 else combine(parts, num_tokens, x_TI.dtype)
 
 
-def experts(
-    x_TD: Tensor,
-    slots_TK: Tensor,
-    weights_TK: Tensor,
-    gate_up: CodedWeight,
-    down: CodedWeight,
-    gate_up_bias_S2F: Tensor | None,
-    down_bias_SD: Tensor | None,
-    gate: Gate,
-    rows: int | None = None,
-    config: HopperConfig | None = None,
-    splits: int | None = None,
-    is_sorted: bool | None = None,
-) -> Tensor:
-    """As `coded_experts`, of what `fits_experts`."""
-    assert slots_TK.is_contiguous() and weights_TK.is_contiguous()
-    num_tokens, num_pairs = x_TD.shape[0], slots_TK.numel()
-    if is_sorted is None:
-        is_sorted = num_tokens > _MAX_UNSORTED
-    if is_sorted:
-        rows = rows or block_rows(num_pairs, down.num_slots)
-        pairs_BM, slots_B = sorted_pairs(slots_TK, down.num_slots, rows)
-        x = in_order_of_blocks(x_TD, pairs_BM, num_pairs)
-    else:
-        rows = rows or min(CONFIGS)
-        pairs_BM, slots_B, x = None, slots_TK.view(-1), x_TD.contiguous()
-    c = config or (_FEW_OF_EXPERTS if rows == min(CONFIGS) else CONFIGS[rows])
-
-    def num_splits(weight: CodedWeight) -> int:
-        return splits or (1 if is_sorted else _splits(num_pairs, weight, c))
-
-    # Slots are known to what starts after the gathering kernel has waited, or after this one has.
-    parts = _multiply(
-        x, gate_up, gate_up_bias_S2F, num_pairs, rows, c, num_splits(gate_up),
-        slots_B=slots_B, pairs_BM=pairs_BM, is_early=is_sorted,
-    )  # fmt: skip
-    h = gated_parts(parts, gate, x_TD.dtype, pairs_BM, num_pairs)
-    parts = _multiply(
-        h, down, down_bias_SD, num_pairs, rows, c, num_splits(down),
-        slots_B=slots_B, pairs_BM=pairs_BM, weights_P=weights_TK.view(-1),
-    )  # fmt: skip
-    return sum_parts(parts, num_tokens, x_TD.dtype, slots_TK, down.num_slots)
-
-
-def _splits(num_blocks: int, weight: CodedWeight, c: HopperConfig) -> int:
-    num_programs = num_blocks * triton.cdiv(weight.num_outputs, _ROWS.value)
-    return even_splits(num_programs, c.programs * num_places(), weight.num_tiles)
+def choose_splits(num_blocks: int, weight: GpuPackedWeight, c: HopperConfig) -> int:
+    num_programs = num_blocks * triton.cdiv(weight.out_features, _ROWS.value)
+    return choose_split_k(num_programs, c.programs * num_sms(), weight.num_tiles)
 
 
 def _column_descriptor(columns: Tensor) -> object:

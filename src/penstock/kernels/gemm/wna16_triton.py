@@ -1,19 +1,15 @@
-"""Products with coded weights on a GPU: codes become floats in registers, where tensor cores take
-them.
+"""W4A16 and W8A16 GEMM on a GPU: weights are dequantized in registers, for tensor cores.
 
-A tile of the matrix is 16 rows per warp and 128 inputs. How words lie in memory (`weights`) and how
-rows are named here are such that the codes a thread has read are just those that a tensor core
-wants from it. Whole numbers are exact in 16 bits, so are fp4 times their scales; scales of the
-other kinds are multiplied with the sums of their groups. Of nf4 the table is rounded to 16 bits.
+A tile of the matrix is 16 rows per warp and 128 inputs. How words lie in memory (`wna16_packing`)
+and how rows are named here are such that the codes a thread has read are just those of its MMA
+fragment. Integers are exact in 16 bits, so is FP4 times its scales; scales of the other kinds
+are multiplied with the accumulators of their groups. The table of NF4 is rounded to 16 bits.
 
-Up to 256 tokens: one kernel, whatever the kind; on Hopper that of `coded.hopper`, up to 512. More:
-weights are unpacked, then torch's product.
+Up to 256 tokens: one kernel, whatever the kind; on Hopper that of `wna16_hopper`, up to 512. More:
+weights are dequantized, then torch's GEMM. The same kernel computes experts (`moe.wna16_triton`).
 
-Experts: the same kernel on pairs of a token and an expert, in blocks of which each has one expert;
-on Hopper that of `coded.hopper`, whatever the tokens.
-
-Legend: T tokens, I inputs, O outputs, R rows of a program, J quarters of a tile; S slots, K experts
-of a token, P = T * K pairs, B blocks of M pairs, D hidden size, F features of an expert.
+Legend: T tokens, I inputs, O outputs, R rows of a program, J quarters of a tile; P pairs of a token
+and an expert, B blocks of M pairs.
 """
 
 import functools
@@ -26,8 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
-from penstock.kernels.activation import silu_mul
-from penstock.kernels.coded.decode import (
+from penstock.kernels.device import num_sms
+from penstock.kernels.gemm.fp4_dequantize import bf16_pair, halves, mxfp4_pairs, scaled_pairs
+from penstock.kernels.gemm.reduce import combine
+from penstock.kernels.gemm.wna16 import weight_only_linear
+from penstock.kernels.gemm.wna16_dequantize import (
     e4m3_pairs,
     fp4_factors,
     int4_pairs,
@@ -35,31 +34,26 @@ from penstock.kernels.coded.decode import (
     minus_zeros,
     nf4_pairs,
 )
-from penstock.kernels.coded.reference import coded_experts, coded_linear
-from penstock.kernels.coded.weights import NF4_VALUES, TILE, CodedWeight
-from penstock.kernels.device import num_places
+from penstock.kernels.gemm.wna16_packing import TILE, GpuPackedWeight
 from penstock.kernels.hopper import HopperKernels
-from penstock.kernels.moe.gate import SILU, Gate, gated
-from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
-from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.moe.triton_tiles import bf16_pair, halves, mxfp4_pairs, scaled_pairs
+from penstock.kernels.moe.weights import pointer
 from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.quantized_weight import NF4_VALUES
 
-_MAX_TOKENS = 256  # of the kernel that decodes; more read a matrix of 16 bits
-_MAX_BLOCK_T = 64
-_HOPPER = HopperKernels("penstock.kernels.coded.hopper", "products with coded weights are computed")
-_MAX_UNSORTED = 4  # tokens; so few seldom share an expert
+_MAX_TOKENS = 256  # with dequantization in the GEMM; more dequantize first
+MAX_BLOCK_T = 64
+_HOPPER = HopperKernels("penstock.kernels.gemm.wna16_hopper", "GEMMs with low-bit weights run")
 
 
 @dataclass(frozen=True, slots=True)
-class CodedConfig:
-    """Launch shape."""
+class WeightOnlyConfig:
+    """Launch config."""
 
     num_warps: int
     slabs: int  # of 16 rows for each warp
     tiles: int  # of 128 inputs, in one go
-    splits: int  # of the inputs; each is a program of its own
+    splits: int  # split-K
     num_stages: int
 
 
@@ -165,9 +159,9 @@ def _fp4_scales(scales_ptr, rows, is_row):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles_each"])
-def _coded(
+def _wna16(
     x_ptr, order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, bias_ptr, table_ptr, out_ptr,
-    slots_ptr, pairs_ptr, weights_ptr, num_tokens, num_outputs, num_inputs, num_slots, stride_x,
+    slots_ptr, pairs_ptr, weights_ptr, num_tokens, out_features, in_features, num_slots, stride_x,
     stride_w, stride_scales, tiles_each, tiles_per_scale,
     KIND: tl.constexpr, PLANES: tl.constexpr, SCALES: tl.constexpr, IS_ORDERED: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_OUTER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -177,9 +171,9 @@ def _coded(
 ):  # fmt: skip
     """out[split, t, o] = sum over a split's inputs of x[t, i] * w[o, i]; the first adds the bias.
 
-    Program (rows, split, tokens). SCALES of a tile are multiplied with sums of 128 / SCALES inputs.
-    BLOCKS "of tokens": one matrix for all. Else each block of tokens has that of its slot, and
-    tokens are pairs of one and an expert, with x[pair // PAIRS_PER_ROW]; IS_WEIGHTED times the
+    Program (rows, split, tokens). SCALES of a tile are multiplied with accumulators of 128 / SCALES
+    inputs. BLOCKS "of tokens": one matrix for all. Else each block of tokens has that of its slot,
+    and tokens are pairs of one and an expert, with x[pair // PAIRS_PER_ROW]; IS_WEIGHTED times the
     pair's weight. "of a slot": blocks were sorted; "of a pair": a block is one pair.
     """
     let_next_start(PDL)
@@ -189,13 +183,13 @@ def _coded(
     NUM: tl.constexpr = 4 // SCALES
     first_row = tl.program_id(0) * R
     rows = first_row + tl.arange(0, R)
-    is_row = rows < num_outputs
-    # Rows of the sums: of a warp's 16 the second eight are those behind a slab's first half.
+    is_row = rows < out_features
+    # Rows of the accumulator: of a warp's 16 the second eight are those behind a slab's first half.
     at = tl.arange(0, R)
     half = at // 8 % 2
     outputs = at // (16 * WARPS) * (16 * WARPS) + half * (8 * WARPS) + at // 16 % WARPS * 8 + at % 8
     outputs += first_row
-    is_output = outputs < num_outputs
+    is_output = outputs < out_features
     wait_for_previous(PDL)
     block = tl.program_id(2)
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -210,13 +204,13 @@ def _coded(
         w_ptr += slot * stride_w
         scales_ptr += slot * stride_scales
         zeros_ptr += slot * stride_scales
-        outer_ptr += slot * num_outputs
-        bias_ptr += slot * num_outputs
-        order_ptr += slot * num_inputs
+        outer_ptr += slot * out_features
+        bias_ptr += slot * out_features
+        order_ptr += slot * in_features
     is_token = tokens < num_tokens
     x_rows = x_ptr + (tokens // PAIRS_PER_ROW).to(tl.int64)[:, None] * stride_x
     first_tile = tl.program_id(1) * tiles_each
-    end_tile = tl.minimum(first_tile + tiles_each, tl.cdiv(num_inputs, 128))
+    end_tile = tl.minimum(first_tile + tiles_each, tl.cdiv(in_features, 128))
     words_in_row = tl.arange(0, 16)[None, :]
     zeros = tl.full((R,), 8, tl.int32)
     scales = tl.zeros((R, 16), tl.int32)
@@ -228,20 +222,20 @@ def _coded(
             if step > 0:
                 is_here &= at < tl.where(tile < end_tile, R, 0)
                 is_sum &= at < tl.where(tile < end_tile, R, 0)
-            w_at = w_ptr + (tile.to(tl.int64) * num_outputs + rows)[:, None] * (16 * PLANES)
+            w_at = w_ptr + (tile.to(tl.int64) * out_features + rows)[:, None] * (16 * PLANES)
             words = tl.load(w_at + words_in_row, mask=is_here[:, None], other=0)
             upper = words
             if PLANES == 2:
                 upper = tl.load(w_at + 16 + words_in_row, mask=is_here[:, None], other=0)
             if KIND == "fp4":
-                scales = _fp4_scales(scales_ptr + tile * num_outputs * 2, rows, is_here)
+                scales = _fp4_scales(scales_ptr + tile * out_features * 2, rows, is_here)
             for part in tl.static_range(SCALES):
-                group = tile // tiles_per_scale * num_outputs
+                group = tile // tiles_per_scale * out_features
                 if HAS_ZEROS:
                     zeros_at = zeros_ptr + (group + rows) * SCALES + part
                     zeros = tl.load(zeros_at, mask=is_here, other=0).to(tl.int32)
                 inputs = tile * 128 + part * (32 * NUM) + tl.arange(0, 32 * NUM)
-                is_input = inputs < num_inputs
+                is_input = inputs < in_features
                 if step > 0:
                     is_input &= inputs < end_tile * 128
                 columns = inputs
@@ -265,26 +259,26 @@ def _coded(
     if HAS_OUTER:
         acc *= tl.load(outer_ptr + outputs, mask=is_output, other=0.0)[:, None]
     if HAS_BIAS:
-        is_first = is_output & (outputs < tl.where(first_tile == 0, num_outputs, 0))
+        is_first = is_output & (outputs < tl.where(first_tile == 0, out_features, 0))
         acc += tl.load(bias_ptr + outputs, mask=is_first, other=0.0).to(tl.float32)[:, None]
     if IS_WEIGHTED:
         acc *= tl.load(weights_ptr + tokens, mask=is_token, other=0.0)[None, :]
-    to = (tl.program_id(1) * num_tokens + tokens).to(tl.int64)[None, :] * num_outputs
+    to = (tl.program_id(1) * num_tokens + tokens).to(tl.int64)[None, :] * out_features
     mask = is_output[:, None] & is_token[None, :]
     tl.store(out_ptr + to + outputs[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _unpack(
+def _dequantize(
     order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, table_ptr, out_ptr,
-    num_outputs, num_inputs, tiles_per_scale,
+    out_features, in_features, tiles_per_scale,
     KIND: tl.constexpr, PLANES: tl.constexpr, SCALES: tl.constexpr, IS_ORDERED: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_OUTER: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """out[o, i] = w[o, i] of R outputs and 128 inputs."""
     rows, tile = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
-    is_row = rows < num_outputs
-    w_at = w_ptr + (tile.to(tl.int64) * num_outputs + rows)[:, None] * (16 * PLANES)
+    is_row = rows < out_features
+    w_at = w_ptr + (tile.to(tl.int64) * out_features + rows)[:, None] * (16 * PLANES)
     w_at += tl.arange(0, 16)[None, :]
     words = tl.load(w_at, mask=is_row[:, None], other=0)
     upper = words
@@ -294,11 +288,11 @@ def _unpack(
     scales = tl.zeros((R, 16), tl.int32)
     outer = tl.full((R,), 1.0, tl.float32)
     if KIND == "fp4":
-        scales = _fp4_scales(scales_ptr + tile * num_outputs * 2, rows, is_row)
+        scales = _fp4_scales(scales_ptr + tile * out_features * 2, rows, is_row)
     if HAS_OUTER:
         outer = tl.load(outer_ptr + rows, mask=is_row, other=0.0)
     for j in tl.static_range(4):
-        at = (tile // tiles_per_scale * num_outputs + rows) * SCALES + j * SCALES // 4
+        at = (tile // tiles_per_scale * out_features + rows) * SCALES + j * SCALES // 4
         if HAS_ZEROS:
             zeros = tl.load(zeros_ptr + at, mask=is_row, other=0).to(tl.int32)
         scale = outer
@@ -308,11 +302,11 @@ def _unpack(
         pairs = tl.permute(tl.reshape(pairs, (R, 4, 4, 2)), (0, 2, 1, 3))
         values = tl.reshape(pairs, (R, 32)) * scale[:, None]
         inputs = tile * 128 + j * 32 + tl.arange(0, 32)
-        is_input = inputs < num_inputs
+        is_input = inputs < in_features
         columns = inputs
         if IS_ORDERED:
             columns = tl.load(order_ptr + inputs, mask=is_input, other=0)
-        to = out_ptr + rows.to(tl.int64)[:, None] * num_inputs + columns[None, :]
+        to = out_ptr + rows.to(tl.int64)[:, None] * in_features + columns[None, :]
         mask = is_row[:, None] & is_input[None, :]
         tl.store(to, values.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -323,42 +317,46 @@ def _table(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def coded_config(num_outputs: int, num_inputs: int, bits: int, num_tokens: int) -> CodedConfig:
-    """Few tokens wait for weights: inputs are split until four programs per place are on the way.
-    Many wait for the tensor cores, and splitting costs a sum."""
+def weight_only_config(
+    out_features: int, in_features: int, bits: int, num_tokens: int
+) -> WeightOnlyConfig:
+    """Small M is memory-bound: split-K until four programs per SM are in flight. Large M is
+    bound by the tensor cores, and split-K costs a reduction."""
     num_warps, slabs = 4, 1 if num_tokens <= 32 else 2
-    num_blocks = triton.cdiv(num_outputs, 16 * num_warps * slabs)
-    programs = (4 if num_tokens <= 32 else 2) * num_places()
+    num_blocks = triton.cdiv(out_features, 16 * num_warps * slabs)
+    programs = (4 if num_tokens <= 32 else 2) * num_sms()
     tiles = 2 if num_tokens <= 32 else 1
-    most = max(1, triton.cdiv(num_inputs, TILE * tiles) // 2)
+    most = max(1, triton.cdiv(in_features, TILE * tiles) // 2)
     splits = max(1, min(programs // num_blocks, most, 16))
-    usual = CodedConfig(num_warps, slabs, tiles, splits, num_stages=4 if num_tokens <= 32 else 3)
+    usual = WeightOnlyConfig(
+        num_warps, slabs, tiles, splits, num_stages=4 if num_tokens <= 32 else 3
+    )
     return tuned.best(
-        "coded",
+        "weight_only",
         usual,
-        outputs=num_outputs,
-        inputs=num_inputs,
+        outputs=out_features,
+        inputs=in_features,
         bits=bits,
         tokens=max(16, triton.next_power_of_2(num_tokens)),
     )
 
 
-def _scales_per_tile(weight: CodedWeight) -> int:
-    """That sums are multiplied with; those of fp4 are in the numbers already."""
+def _scales_per_tile(weight: GpuPackedWeight) -> int:
+    """That accumulators are multiplied with; those of fp4 are in the weights already."""
     return 1 if weight.kind == "fp4" else weight.scales.shape[-1]
 
 
-def _tiles_per_scale(weight: CodedWeight) -> int:
+def _tiles_per_scale(weight: GpuPackedWeight) -> int:
     return triton.cdiv(weight.num_tiles, weight.scales.shape[-3])
 
 
-def unpack_on_gpu(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
-    """The matrix [O, I], its inputs in their own order."""
+def dequantize_gpu(weight: GpuPackedWeight, dtype: torch.dtype) -> Tensor:
+    """The dequantized matrix [O, I], its inputs in their own order."""
     device = weight.words_NOPW.device
-    out_OI = torch.empty((weight.num_outputs, weight.num_inputs), dtype=dtype, device=device)
-    _unpack[(triton.cdiv(weight.num_outputs, 64), weight.num_tiles)](
+    out_OI = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=device)
+    _dequantize[(triton.cdiv(weight.out_features, 64), weight.num_tiles)](
         weight.order_I, weight.words_NOPW, weight.scales, weight.zeros, weight.outer_O,
-        _table(device), out_OI, weight.num_outputs, weight.num_inputs, _tiles_per_scale(weight),
+        _table(device), out_OI, weight.out_features, weight.in_features, _tiles_per_scale(weight),
         KIND=weight.kind, PLANES=weight.words_NOPW.shape[-2], SCALES=_scales_per_tile(weight),
         IS_ORDERED=weight.order_I is not None,
         HAS_ZEROS=weight.zeros is not None, HAS_OUTER=weight.outer_O is not None, R=64,
@@ -367,13 +365,13 @@ def unpack_on_gpu(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
     return out_OI
 
 
-def _multiply(
+def multiply(
     x: Tensor,
-    weight: CodedWeight,
+    weight: GpuPackedWeight,
     bias: Tensor | None,
     num_tokens: int,
     block_t: int,
-    config: CodedConfig | None,
+    config: WeightOnlyConfig | None,
     *,
     slots_B: Tensor | None = None,
     pairs_BM: Tensor | None = None,
@@ -381,22 +379,22 @@ def _multiply(
 ) -> Tensor:
     """[splits, tokens, outputs]; with `slots_B` tokens are pairs, `pairs_BM` or one to a block."""
     assert x.stride(1) == 1, x.stride()
-    num_outputs, num_inputs = weight.num_outputs, weight.num_inputs
-    c = config or coded_config(num_outputs, num_inputs, weight.bits, block_t)
+    out_features, in_features = weight.out_features, weight.in_features
+    c = config or weight_only_config(out_features, in_features, weight.bits, block_t)
     if config is None and slots_B is not None and weight.num_slots > 1:
-        c = replace(c, splits=max(1, c.splits // len(slots_B)))  # slots fill the device, too
+        c = replace(c, splits=max(1, c.splits // len(slots_B)))  # slots fill the GPU, too
     tiles_each = triton.cdiv(triton.cdiv(weight.num_tiles, c.tiles), c.splits) * c.tiles
     num_splits = triton.cdiv(weight.num_tiles, tiles_each)
     dtype = x.dtype if num_splits == 1 else torch.float32
-    out = torch.empty((num_splits, num_tokens, num_outputs), dtype=dtype, device=x.device)
+    out = torch.empty((num_splits, num_tokens, out_features), dtype=dtype, device=x.device)
     blocks = "of tokens"
     if slots_B is not None:
         blocks = "of a pair" if pairs_BM is None else "of a slot"
     num_blocks = triton.cdiv(num_tokens, block_t) if slots_B is None else len(slots_B)
-    _coded[(triton.cdiv(num_outputs, 16 * c.num_warps * c.slabs), num_splits, num_blocks)](
-        x, _pointer(weight.order_I, out), weight.words_NOPW, weight.scales,
-        _pointer(weight.zeros, out), _pointer(weight.outer_O, out), _pointer(bias, out),
-        _table(x.device), out, slots_B, pairs_BM, weights_P, num_tokens, num_outputs, num_inputs,
+    _wna16[(triton.cdiv(out_features, 16 * c.num_warps * c.slabs), num_splits, num_blocks)](
+        x, pointer(weight.order_I, out), weight.words_NOPW, weight.scales,
+        pointer(weight.zeros, out), pointer(weight.outer_O, out), pointer(bias, out),
+        _table(x.device), out, slots_B, pairs_BM, weights_P, num_tokens, out_features, in_features,
         weight.num_slots, x.stride(0), weight.words_NOPW.stride(0), weight.scales.stride(0),
         tiles_each, _tiles_per_scale(weight),
         KIND=weight.kind, PLANES=weight.words_NOPW.shape[-2], SCALES=_scales_per_tile(weight),
@@ -410,12 +408,7 @@ def _multiply(
     return out
 
 
-def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Something to count from where there is nothing to read."""
-    return other if tensor is None else tensor
-
-
-@coded_linear.impl(
+@weight_only_linear.impl(
     "hopper",
     needs=hopper(),
     fits=lambda x_TI, weight, bias_O: (
@@ -424,82 +417,27 @@ def _pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
         and kernels.fits(x_TI, weight)
     ),
 )
-def coded_linear_on_hopper(x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None) -> Tensor:
+def weight_only_linear_hopper(x_TI, weight, bias_O):
     y_TO = _HOPPER.result("linear", x_TI, weight, bias_O)
     if y_TO is not None:
         return y_TO
     if x_TI.shape[0] > _MAX_TOKENS:
-        return coded_linear_unpacked(x_TI, weight, bias_O)
-    return coded_linear_decoded(x_TI, weight, bias_O)
+        return weight_only_linear_dequantized(x_TI, weight, bias_O)
+    return weight_only_linear_triton(x_TI, weight, bias_O)
 
 
-@coded_linear.impl(
-    "decoded",
+@weight_only_linear.impl(
+    "triton",
     needs=arch(80),
     fits=lambda x_TI, weight, bias_O: 0 < x_TI.shape[0] <= _MAX_TOKENS,
 )
-def coded_linear_decoded(
-    x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None, config: CodedConfig | None = None
-) -> Tensor:
+def weight_only_linear_triton(x_TI, weight, bias_O, config: WeightOnlyConfig | None = None):
     num_tokens = x_TI.shape[0]
-    block_t = min(_MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
-    parts = _multiply(x_TI, weight, bias_O, num_tokens, block_t, config)
-    return parts[0] if len(parts) == 1 else sum_parts(parts, num_tokens, x_TI.dtype)
+    block_t = min(MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
+    parts = multiply(x_TI, weight, bias_O, num_tokens, block_t, config)
+    return parts[0] if len(parts) == 1 else combine(parts, num_tokens, x_TI.dtype)
 
 
-@coded_linear.impl("unpacked", needs=arch(80))
-def coded_linear_unpacked(x_TI: Tensor, weight: CodedWeight, bias_O: Tensor | None) -> Tensor:
-    return F.linear(x_TI, unpack_on_gpu(weight, x_TI.dtype), bias_O)
-
-
-@coded_experts.impl(
-    "hopper",
-    needs=hopper(),
-    fits=lambda x_TD, slots_TK, weights_TK, gate_up, down, *_: (
-        slots_TK.numel() > 0
-        and (kernels := _HOPPER.module(x_TD)) is not None
-        and kernels.fits_experts(x_TD, gate_up, down)
-    ),
-)
-def coded_experts_on_hopper(
-    x_TD: Tensor,
-    slots_TK: Tensor,
-    weights_TK: Tensor,
-    gate_up: CodedWeight,
-    down: CodedWeight,
-    gate_up_bias_S2F: Tensor | None,
-    down_bias_SD: Tensor | None,
-    gate: Gate,
-) -> Tensor:
-    args = (slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate)
-    y_TD = _HOPPER.result("experts", x_TD, *args)
-    return coded_experts_decoded(x_TD, *args) if y_TD is None else y_TD
-
-
-@coded_experts.impl("decoded", needs=arch(80), fits=lambda x_TD, slots_TK, *_: slots_TK.numel() > 0)
-def coded_experts_decoded(
-    x_TD: Tensor,
-    slots_TK: Tensor,
-    weights_TK: Tensor,
-    gate_up: CodedWeight,
-    down: CodedWeight,
-    gate_up_bias_S2F: Tensor | None,
-    down_bias_SD: Tensor | None,
-    gate: Gate,
-) -> Tensor:
-    """A few tokens: a block for each pair. More: pairs are sorted by slot into blocks."""
-    assert slots_TK.is_contiguous() and weights_TK.is_contiguous()
-    num_tokens, num_pairs = x_TD.shape[0], slots_TK.numel()
-    if num_tokens <= _MAX_UNSORTED:
-        rows, pairs_BM, slots_B = 16, None, slots_TK.view(-1)
-    else:
-        rows = min(rows_per_block(num_pairs, gate_up.num_slots, gate_up.kind), _MAX_BLOCK_T)
-        pairs_BM, slots_B = sorted_pairs(slots_TK, gate_up.num_slots, rows)
-    blocks = {"slots_B": slots_B, "pairs_BM": pairs_BM}
-    parts = _multiply(x_TD, gate_up, gate_up_bias_S2F, num_pairs, rows, None, **blocks)
-    h_P2F = parts[0] if len(parts) == 1 else sum_parts(parts, num_pairs, x_TD.dtype)
-    h_PF = silu_mul(h_P2F) if gate == SILU else gated(h_P2F, gate)
-    parts = _multiply(
-        h_PF, down, down_bias_SD, num_pairs, rows, None, **blocks, weights_P=weights_TK.view(-1)
-    )
-    return sum_parts(parts, num_tokens, x_TD.dtype, slots_TK, down.num_slots)
+@weight_only_linear.impl("dequantized", needs=arch(80))
+def weight_only_linear_dequantized(x_TI, weight, bias_O):
+    return F.linear(x_TI, dequantize_gpu(weight, x_TI.dtype), bias_O)

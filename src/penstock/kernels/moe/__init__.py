@@ -1,9 +1,9 @@
-"""Layers of many experts, of which each token uses a few: `router_logits` and `route` choose,
-`experts` computes, `add_shared` adds what an expert for all tokens gives."""
+"""Mixture of experts: `router_logits` and `route` choose, `experts` computes, `add_shared` adds the
+shared expert."""
 
+from penstock.kernels.moe.activated_cpu import activated_experts
 from penstock.kernels.moe.gate import SILU, Gate, gated
 from penstock.kernels.moe.reference import Routing, add_shared, experts, route, router_logits
-from penstock.kernels.moe.touched import touched_experts
 from penstock.kernels.moe.weights import (
     MXFP4_GROUP,
     ExpertWeights,
@@ -18,6 +18,7 @@ __all__ = [
     "ExpertWeights",
     "Gate",
     "Routing",
+    "activated_experts",
     "add_shared",
     "experts",
     "gated",
@@ -26,5 +27,4 @@ __all__ = [
     "plain_weights",
     "route",
     "router_logits",
-    "touched_experts",
 ]

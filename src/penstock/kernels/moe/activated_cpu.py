@@ -1,4 +1,4 @@
-"""Experts on a CPU: those that have tokens, one after the other, each with all of its tokens.
+"""Experts on a CPU: the activated ones, one after the other, each with all of its tokens.
 
 Legend: T tokens, K experts of a token, P = T * K pairs of both, N tokens of one expert, D hidden
 size, F features of an expert, S slots.
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.fp8 import fp8_linear
-from penstock.kernels.gemm import PackedWeight, linear, packed_linear
+from penstock.kernels.gemm import CpuPackedWeight, linear, packed_linear
+from penstock.kernels.gemm.fp8 import fp8_linear
 from penstock.kernels.moe.gate import Gate, gated
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs
 
-Matrices = Sequence[Tensor | PackedWeight] | ExpertWeights  # one per slot, in whatever form
+Matrices = Sequence[Tensor | CpuPackedWeight] | ExpertWeights  # one per slot, in whatever form
 
 
-def touched_experts(
+def activated_experts(
     x_TD: Tensor,
     slots_TK: Tensor,
     weights_TK: Tensor,
@@ -59,7 +59,7 @@ def _linear(x_NI: Tensor, matrices: Matrices, bias_SO: Tensor | None, slot: int)
     bias_O = None if bias_SO is None else bias_SO[slot]
     if not isinstance(matrices, ExpertWeights):
         matrix = matrices[slot]
-        if isinstance(matrix, PackedWeight):
+        if isinstance(matrix, CpuPackedWeight):
             return packed_linear(x_NI, matrix, bias_O)
         return linear(x_NI, matrix, bias_O)
     if matrices.format == "plain":

@@ -1,7 +1,8 @@
-"""Pairs of tokens and experts brought into blocks of one expert each.
+"""`sorted_pairs`: (token, expert) pairs sorted by expert into blocks of one expert each.
 
-Few pairs are counted and placed by one program. More are cut into chunks, one for each program: a
-first launch counts, by chunk and slot, and each program of the second adds the counts up by itself.
+Up to 1024 pairs are counted and placed by one program. More are cut into chunks, one for each
+program: a first launch counts, by chunk and slot, and each program of the second accumulates the
+counts by itself.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, C chunks of pairs, B blocks of
 pairs, M pairs of a block.
@@ -15,7 +16,7 @@ from torch import Tensor
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _MAX_ALONE = 1024  # pairs of one program; H200: 3.2 us, as two launches 5.2; 2048 pairs 5.4 and 4.9
-_CHUNKS = 128  # about as many as there are multiprocessors
+_CHUNKS = 128  # about as many as there are SMs
 _MIN_CHUNK, _MAX_CHUNK = 128, 1024
 
 
@@ -122,9 +123,9 @@ def _place(
 
 def rows_per_block(num_pairs: int, num_slots: int, format: str) -> int:
     """About as many as an expert has: fewer read weights again, more stay empty. A little more than
-    on average, but where codes are to be made floats for a block, however full it is.
+    on average, but not where a block dequantizes the weights, however full it is.
 
-    Blocks of scales need a second sum for every output, and 128 rows more registers than there are.
+    Block scales need a second accumulator, and 128 rows of it more registers than there are.
     """
     most = 64 if format == "fp8 blocks" else 128
     usual = num_pairs // num_slots

@@ -1,4 +1,4 @@
-"""The gates that experts have.
+"""`gated`: the activation between the two GEMMs of an expert.
 
 Legend: T rows, F features; 2F is the gate's features, then the up projection's.
 """
@@ -34,5 +34,5 @@ def gated(x_T2F: Tensor, gate: Gate) -> Tensor:
 
 
 @gated.impl("silu", needs=cpu(), fits=lambda x_T2F, gate: gate == SILU)
-def gated_silu(x_T2F: Tensor, gate: Gate) -> Tensor:
+def gated_silu(x_T2F, gate):
     return silu_mul(x_T2F)

@@ -1,12 +1,12 @@
-"""Experts on a GPU. Only weights of experts that have tokens are read, and no count leaves the GPU.
+"""Grouped GEMM of experts on a GPU. Only activated experts are read, and no count leaves the GPU.
 
-A few tokens: `triton_few`. More: pairs of a token and an expert are sorted by expert into blocks,
-of which each has one expert; the number of blocks is that of the worst case, and those that stay
-empty end at once. Weights are the left side of a product, pairs the right one: a tensor core takes
-64 rows on the left, but as few as 8 columns on the right. Codes of 4 bits: `triton_mxfp4`.
+Small M: `moe.small_m`. More: pairs of a token and an expert are sorted by expert into blocks of one
+expert each (`align`); the number of blocks is that of the worst case, and empty ones end at once.
+Weights are the left operand, pairs the right one: an MMA takes 64 rows on the left, but as few as 8
+columns on the right. MXFP4: `mxfp4_triton`.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pairs, M pairs of a
-block, D hidden size, F features of an expert; N outputs of either product.
+block, D hidden size, F features of an expert; N outputs of either GEMM.
 """
 
 import functools
@@ -17,24 +17,23 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
-from penstock.kernels.moe import triton_mxfp4  # noqa: F401  registers
-from penstock.kernels.moe.gate import Gate
+from penstock.kernels.gemm.reduce import combine
+from penstock.kernels.moe import mxfp4_triton  # noqa: F401  registers
+from penstock.kernels.moe.align import rows_per_block, sorted_pairs
 from penstock.kernels.moe.reference import experts
-from penstock.kernels.moe.triton_few import bits_of, check, scale_strides, stride_of
-from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
-from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.moe.triton_tiles import dot, gate_of
+from penstock.kernels.moe.small_m import bits_of, check, scale_strides, stride_of
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs, pointer
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_math import dot, gate_of
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """Launch shape of one product."""
+    """Launch config of one GEMM."""
 
-    outputs: int  # of a tile; in blocks of scales they must lie in one
-    depth: int  # inputs at once; 128 where scales or codes come by 128
+    outputs: int  # of a tile; with block scales they must lie in one block
+    depth: int  # inputs at once; 128 with block scales
     num_warps: int
     num_stages: int
     band: int  # blocks of pairs that follow each other before the next outputs
@@ -44,7 +43,7 @@ class GroupedConfig:
 def _grouped(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, weights_ptr, y_ptr, pairs_ptr,
     block_slots_ptr, stride_x, stride_x_scale_t, stride_x_scale_g, stride_w, stride_w_scale,
-    num_pairs, num_blocks, S, N, num_inputs, alpha, shift, limit,
+    num_pairs, num_blocks, S, N, in_features, alpha, shift, limit,
     FORMAT: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, BAND: tl.constexpr, IS_GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
@@ -75,18 +74,18 @@ def _grouped(
     y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
-    w_rows = w_ptr + outputs[:, None].to(tl.int64) * num_inputs
-    for start in range(0, num_inputs, BLOCK_I):
+    w_rows = w_ptr + outputs[:, None].to(tl.int64) * in_features
+    for start in range(0, in_features, BLOCK_I):
         inputs = start + tl.arange(0, BLOCK_I)
-        is_input = inputs < num_inputs
+        is_input = inputs < in_features
         mask = is_pair[:, None] & is_input[None, :]
         x = tl.trans(tl.load(x_ptr + inputs[None, :], mask=mask, other=0.0))
         mask = is_output[:, None] & is_input[None, :]
         w = tl.load(w_rows + inputs[None, :], mask=mask, other=0.0)
         if IS_GATED:
-            up_w = tl.load(w_rows + N * num_inputs + inputs[None, :], mask=mask, other=0.0)
+            up_w = tl.load(w_rows + N * in_features + inputs[None, :], mask=mask, other=0.0)
         if FORMAT == "fp8 blocks":
-            group, num_groups = start // 128, tl.cdiv(num_inputs, 128)
+            group, num_groups = start // 128, tl.cdiv(in_features, 128)
             x_scale_at = x_scale_ptr + group * stride_x_scale_g
             x_scale = tl.load(x_scale_at, mask=is_pair, other=0.0)[None, :]
             scale_at = w_scale_ptr + first // 128 * num_groups + group
@@ -121,12 +120,12 @@ def _grouped(
 
 @functools.cache
 def grouped_config(
-    num_outputs: int, num_inputs: int, bits: int, rows: int, is_gated: bool
+    out_features: int, in_features: int, bits: int, rows: int, is_gated: bool
 ) -> GroupedConfig:
-    """A gate has twice the sums, so half the outputs in a tile of the same size.
+    """A gated GEMM has two accumulators, so half the outputs in a tile of the same size.
 
-    Few pairs wait for weights: small tiles, of which many are on the way. Many wait for the tensor
-    cores: large tiles, and blocks of an expert close together, which share its weights.
+    Few pairs are memory-bound: small tiles, many in flight. Many are bound by the tensor cores:
+    large tiles, and blocks of an expert close together, which find its weights in the L2.
     """
     depth = {32: 32, 16: 64}.get(bits, 128)
     if rows <= 32:
@@ -139,7 +138,7 @@ def grouped_config(
             outputs=outputs, depth=depth, num_warps=num_warps, num_stages=3, band=4
         )
     return tuned.best(
-        "experts grouped", usual, outputs=num_outputs, inputs=num_inputs, bits=bits, rows=rows
+        "experts grouped", usual, outputs=out_features, inputs=in_features, bits=bits, rows=rows
     )
 
 
@@ -151,20 +150,20 @@ def grouped_config(
     ),
 )
 def experts_grouped(
-    x_TD: Tensor,
-    slots_TK: Tensor,
-    weights_TK: Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    gate_up_bias_S2F: Tensor | None,
-    down_bias_SD: Tensor | None,
-    gate: Gate,
+    x_TD,
+    slots_TK,
+    weights_TK,
+    gate_up,
+    down,
+    gate_up_bias_S2F,
+    down_bias_SD,
+    gate,
     rows: int | None = None,
     configs: tuple[GroupedConfig, GroupedConfig] | None = None,
-) -> Tensor:
+):
     check(x_TD, slots_TK, weights_TK, gate_up.values, down.values, gate_up_bias_S2F, down_bias_SD)
     num_tokens, num_active = slots_TK.shape
-    size, num_features, num_slots = gate_up.num_inputs, down.num_inputs, down.num_slots
+    size, intermediate_size, num_slots = gate_up.in_features, down.in_features, down.num_slots
     num_pairs = num_tokens * num_active
     rows = rows or rows_per_block(num_pairs, num_slots, gate_up.format)
     pairs_BM, block_slots_B = sorted_pairs(slots_TK, num_slots, rows)
@@ -177,24 +176,24 @@ def experts_grouped(
             configs[0 if is_gated else 1]
             if configs
             else grouped_config(
-                weights.num_outputs, weights.num_inputs, bits_of(weights), rows, is_gated
+                weights.out_features, weights.in_features, bits_of(weights), rows, is_gated
             )
         )
-        num_outputs, num_blocks = out.shape[1], len(block_slots_B)
-        _grouped[(triton.cdiv(num_outputs, c.outputs) * num_blocks,)](
+        out_features, num_blocks = out.shape[1], len(block_slots_B)
+        _grouped[(triton.cdiv(out_features, c.outputs) * num_blocks,)](
             values, pointer(scale, values), weights.values, pointer(weights.scale, values), bias,
             weights_TK, out, pairs_BM, block_slots_B, values.stride(0), *scale_strides(scale),
             weights.values.stride(0), stride_of(weights.scale), num_pairs, num_blocks, num_slots,
-            num_outputs, weights.num_inputs,
+            out_features, weights.in_features,
             gate.alpha, gate.shift, gate.limit, FORMAT=weights.format,
             PAIRS_PER_ROW=num_active if is_gated else 1, BLOCK_M=rows, BLOCK_N=c.outputs,
             BLOCK_I=c.depth, BAND=c.band, IS_GATED=is_gated, HAS_BIAS=bias is not None,
             ON_GPU=x.is_cuda, num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(x),
         )  # fmt: skip
 
-    h_PF = x_TD.new_empty((num_pairs, num_features))
+    h_PF = x_TD.new_empty((num_pairs, intermediate_size))
     multiply(x_TD, gate_up, gate_up_bias_S2F, h_PF, is_gated=True)
     y_PD = x_TD.new_empty((num_pairs, size))
     multiply(h_PF, down, down_bias_SD, y_PD, is_gated=False)
     masked_by = None if down.has_all else slots_TK
-    return sum_parts(y_PD.unsqueeze(0), num_tokens, x_TD.dtype, masked_by, num_slots)
+    return combine(y_PD.unsqueeze(0), num_tokens, x_TD.dtype, masked_by, num_slots)

@@ -1,12 +1,12 @@
-"""Experts in MXFP4 on Hopper, where warps have different jobs: for as many tokens as are sorted.
+"""Grouped GEMM of MXFP4 experts on Hopper, warp-specialized, for sorted pairs.
 
-One warp copies words, scales and inputs into shared memory, by descriptors (TMA) and a tile of 128
-inputs at a time; four warps make codes bfloat16 in registers and multiply them there. A program has
-two slabs of 64 rows of a block's expert. The first and second 32 rows of a slab lie `apart` rows
-from each other in the matrix: with a gate they are the gate's and those that it multiplies, so that
-a thread has what belongs together.
+A producer warp copies words, scales and inputs into shared memory by TMA, a tile of 128 inputs at a
+time; four consumer warps dequantize codes to bfloat16 in registers and multiply them there (wgmma).
+A program has two slabs of 64 rows of a block's expert. The first and second 32 rows of a slab lie
+`apart` rows from each other in the matrix: with a gate they are the gate's and those that it
+multiplies, so that a thread has what belongs together.
 
-What results is that of `triton_mxfp4`, up to rounding. Triton's interpreter cannot run this:
+The result is that of `mxfp4_triton`, up to rounding. Triton's interpreter cannot run this:
 tests/gpu compares it.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pairs, M pairs of a
@@ -22,20 +22,28 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.kernels.gluon_tools import copy, descriptor, slab_of_pairs, view
+from penstock.kernels.gemm.fp4_dequantize import factors_of, mxfp4_pairs, scaled_pairs
+from penstock.kernels.gemm.reduce import combine
+from penstock.kernels.gluon_tools import (
+    PANEL,
+    copy,
+    copy_panels,
+    descriptor,
+    pipeline_barriers,
+    slab_of_pairs,
+    view,
+)
+from penstock.kernels.moe.align import rows_per_block, sorted_pairs
 from penstock.kernels.moe.gate import Gate
-from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
-from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.moe.triton_tiles import factors_of, gate_of, mxfp4_pairs, scaled_pairs
 from penstock.kernels.moe.weights import TILE, ExpertWeights
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_math import gate_of
 
 _gate_of = gluon.jit(gate_of.fn)
 _pairs = gluon.jit(mxfp4_pairs.fn)
@@ -44,21 +52,20 @@ _scaled_pairs = gluon.jit(scaled_pairs.fn)
 _HALF = gl.constexpr(32)  # rows of half a slab
 _LINE = gl.constexpr(256)  # words that lie side by side in a box
 _LINE_ROWS = gl.constexpr(16)  # whose words they are
-_PANEL = gl.constexpr(64)  # inputs that lie side by side in shared memory: 128 bytes
 _TILE = gl.constexpr(TILE)
 
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """Launch shape of both products.
+    """Launch config of both GEMMs.
 
-    us of both, H200, gpt-oss-120b (floor): 32 tokens 291 (249), 256 tokens 468 (374), 1024 tokens
-    766, 8192 tokens 3114. Instructions decide: 296 for a warp's tile instead of 343 were 10 %.
+    us of both, H200, gpt-oss-120b (roofline): 32 tokens 291 (249), 256 tokens 468 (374), 1024
+    tokens 766, 8192 tokens 3114. Instructions decide: 296 for a warp's tile, not 343, were 10 %.
     """
 
-    stages: int  # tiles on the way
+    stages: int  # of the pipeline, a tile each
     band: int  # blocks of pairs that follow each other before the next outputs
-    registers: int  # of a thread on average; they decide how many programs run at a time
+    registers: int  # of a thread on average; they decide the occupancy
 
 
 CONFIGS = {  # by pairs of a block
@@ -88,7 +95,7 @@ def _left(words0, words1, powers0, powers1, PANEL: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _multiply_slab(acc, w_tiles, p_tiles, x0, x1, at, LEFT: gl.constexpr, WORDS: gl.constexpr):
-    """Two products on their way, and what must live until they are done."""
+    """Two wgmma in flight, and what must live until they are done."""
     POWERS: gl.constexpr = gl.SliceLayout(1, WORDS)
     words0, words1 = w_tiles.index(at).load(WORDS), w_tiles.index(at + 2).load(WORDS)
     powers0, powers1 = p_tiles.index(at).load(POWERS), p_tiles.index(at + 2).load(POWERS)
@@ -178,9 +185,7 @@ def _load(
             row = first_row + j * num_rows + half * apart
             copy(w_desc, [row // _LINE_ROWS, 0], barrier, w_boxes.index(stage * 2 + half))
             copy(p_desc, [row], barrier, p_boxes.index(stage * 2 + half))
-        for panel in gl.static_range(2):
-            at = [x_row, j * _TILE + panel * _PANEL]
-            copy(x_desc, at, barrier, x_panels.index(stage * 2 + panel))
+        copy_panels(x_desc, x_panels, full, stage, x_row, j)
 
 
 @gluon.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -190,7 +195,7 @@ def _mxfp4(
     IS_GATED: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
     HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `triton_mxfp4._mxfp4` of sorted pairs, with inputs in the order of blocks; num_rows is of
+    """As `mxfp4_triton._mxfp4` of sorted pairs, with inputs in the order of blocks; num_rows is of
     a slot's matrix. Gated outputs are in that order, too, others in the order of pairs."""
     if PDL:
         gdc_wait()
@@ -213,13 +218,8 @@ def _mxfp4(
         ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         w_tiles = view(w_boxes, gl.int32, [STAGES * 4, _HALF, 16], ROWS)
         p_tiles = view(p_boxes, gl.int32, [STAGES * 4, _HALF], ROW)
-        x_panels = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, M, _PANEL], X)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=1)
-        fence_async_shared()
+        x_panels = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, M, PANEL], X)
+        full, empty = pipeline_barriers(STAGES)
         apart = N if IS_GATED else 2 * _HALF
         first_row = slot * (num_tiles * num_rows) + first
         gl.warp_specialize(
@@ -280,21 +280,21 @@ def _multiply(
     assert weights.scale is not None
     num_slots, num_tiles, num_rows, _ = weights.values.shape
     num_blocks, rows = pairs_BM.shape
-    num_pairs, num_outputs = weights_TK.numel(), num_rows // (1 if gate is None else 2)
+    num_pairs, out_features = weights_TK.numel(), num_rows // (1 if gate is None else 2)
     num_out = num_pairs if gate is None else x.shape[0]
-    out = torch.empty((num_out, num_outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_out, out_features), dtype=x.dtype, device=x.device)
     all_rows = num_slots * num_tiles * num_rows
     lines = (all_rows // _LINE_ROWS.value, _LINE.value)
     half = 2 * _HALF.value
     w_desc = descriptor(weights.values, lines, (4, _LINE.value), gl.NVMMASharedLayout(0, 32))
     p_layout = gl.NVMMASharedLayout(0, 32, rank=1)
     p_desc = descriptor(weights.scale, (all_rows,), (half,), p_layout)
-    x_shape, x_box = (x.shape[0], x.shape[1]), (rows, _PANEL.value)
+    x_shape, x_box = (x.shape[0], x.shape[1]), (rows, PANEL.value)
     x_desc = descriptor(x, x_shape, x_box, gl.NVMMASharedLayout(128, 16))
     alpha, shift, limit = (gate.alpha, gate.shift, gate.limit) if gate else (0.0, 0.0, 0.0)
-    _mxfp4[(triton.cdiv(num_outputs, 2 * half if gate is None else half) * num_blocks,)](
+    _mxfp4[(triton.cdiv(out_features, 2 * half if gate is None else half) * num_blocks,)](
         w_desc, p_desc, x_desc, weights_TK if bias_SN is None else bias_SN, weights_TK, out,
-        slots_B, pairs_BM, num_pairs, num_blocks, num_slots, num_outputs, num_rows, num_tiles,
+        slots_B, pairs_BM, num_pairs, num_blocks, num_slots, out_features, num_rows, num_tiles,
         alpha, shift, limit,
         IS_GATED=gate is not None, M=rows, STAGES=c.stages, BAND=c.band,
         HAS_BIAS=bias_SN is not None, num_warps=4, maxnreg=c.registers, **launch_options(x),
@@ -317,8 +317,8 @@ def fits(x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> bool:
     return (
         x_TD.dtype == torch.bfloat16
         and gate_up.format == down.format == "mxfp4"
-        and gate_up.num_outputs % (2 * _LINE_ROWS.value) == 0
-        and down.num_outputs % _LINE_ROWS.value == 0
+        and gate_up.out_features % (2 * _LINE_ROWS.value) == 0
+        and down.out_features % _LINE_ROWS.value == 0
         and x_TD.shape[1] % 8 == 0
     )
 
@@ -347,4 +347,4 @@ def experts(
     )  # fmt: skip
     y_PD = _multiply(h_sorted, down, down_bias_SD, *shared)
     masked_by = None if down.has_all else slots_TK
-    return sum_parts(y_PD[None], x_TD.shape[0], x_TD.dtype, masked_by, num_slots)
+    return combine(y_PD[None], x_TD.shape[0], x_TD.dtype, masked_by, num_slots)

@@ -1,12 +1,12 @@
-"""Experts in MXFP4 on a GPU, for any number of tokens: codes become bfloat16 in registers, where
-tensor cores take them.
+"""GEMMs of MXFP4 experts on a GPU, for any number of tokens: codes are dequantized to bfloat16 in
+registers, where the MMA takes them.
 
 A tile of the matrix is 16 rows per warp and 128 inputs. How words lie in memory (`weights`) and how
-rows are named here are such that the codes a thread has read are just those that a tensor core
-wants from it, so nothing passes through shared memory on the way.
+rows are named here are such that the codes a thread has read are just those of its MMA fragment, so
+nothing passes through shared memory on the way.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pairs, M pairs of a
-block, D hidden size, F features of an expert; N outputs of either product.
+block, D hidden size, F features of an expert; N outputs of either GEMM.
 """
 
 import functools
@@ -18,36 +18,36 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
-from penstock.kernels.hopper import HopperKernels
-from penstock.kernels.moe.gate import Gate
-from penstock.kernels.moe.reference import experts
-from penstock.kernels.moe.triton_sort import rows_per_block, sorted_pairs
-from penstock.kernels.moe.triton_sum import sum_parts
-from penstock.kernels.moe.triton_tiles import (
+from penstock.kernels.gemm.fp4_dequantize import (
     bf16_pair,
     factors_of,
-    gate_of,
     halves,
     mxfp4_pairs,
     scaled_pairs,
 )
+from penstock.kernels.gemm.reduce import combine
+from penstock.kernels.hopper import HopperKernels
+from penstock.kernels.moe.align import rows_per_block, sorted_pairs
+from penstock.kernels.moe.gate import Gate
+from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.weights import ExpertWeights
 from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_math import gate_of
 
 _MAX_UNSORTED = 4  # tokens; so few seldom share an expert
 _MIN_ON_HOPPER = 3  # tokens; 60.6 us instead of 68.8 on an H200, fewer were not measured
-_HOPPER = HopperKernels("penstock.kernels.moe.hopper_mxfp4", "experts in MXFP4 are computed")
+_HOPPER = HopperKernels("penstock.kernels.moe.mxfp4_hopper", "experts in MXFP4 are computed")
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Config:
-    """Launch shape of one product."""
+    """Launch config of one GEMM."""
 
     num_warps: int
     slabs: int  # of 16 rows for each warp; with a gate, of 8 outputs
     tiles: int  # of 128 inputs, in one go
-    splits: int  # of the inputs; each is a program of its own. With a gate there is one
+    splits: int  # split-K; with a gate there is one
     num_stages: int
     band: int  # blocks of pairs that follow each other before the next outputs
 
@@ -72,7 +72,7 @@ def _left(words, powers, SLABS: tl.constexpr, WARPS: tl.constexpr, AS_BF16: tl.c
     second eight rows of their warps."""
     even = tl.join(_numbers(words, powers, 0, AS_BF16), _numbers(words, powers, 2, AS_BF16))
     odd = tl.join(_numbers(words, powers, 1, AS_BF16), _numbers(words, powers, 3, AS_BF16))
-    both = tl.join(even, odd)  # [row, word, neighbour, half of the tile, group of the half]
+    both = tl.join(even, odd)  # [row, word, neighbor, half of the tile, group of the half]
     parts = tl.reshape(both, (SLABS, 2, WARPS, 8, 4, 4, 2, 2, 2))
     parts = tl.permute(parts, (0, 2, 1, 3, 7, 8, 5, 4, 6))
     return tl.reshape(parts, (16 * WARPS * SLABS, 128))
@@ -95,7 +95,7 @@ def _prefetch(w_ptr, first_tile, end_tile, first_row, num_rows, ROWS: tl.constex
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _mxfp4(
     x_ptr, w_ptr, powers_ptr, bias_ptr, weights_ptr, y_ptr, slots_ptr, pairs_ptr, stride_x,
-    stride_w, stride_powers, num_pairs, num_blocks, S, N, num_inputs, inputs_each,
+    stride_w, stride_powers, num_pairs, num_blocks, S, N, in_features, inputs_each,
     alpha, shift, limit,
     PAIRS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr, SLABS: tl.constexpr, WARPS: tl.constexpr,
     TILES: tl.constexpr, BAND: tl.constexpr, IS_SORTED: tl.constexpr, IS_GATED: tl.constexpr,
@@ -107,7 +107,7 @@ def _mxfp4(
     gate(x . w[slot, n], x . w[slot, N + n]). Program (i, split) has the split-th part of the
     inputs and writes y[split]. Not sorted: a block is one pair, slots are those of pairs.
     """
-    # Slots are older than what the second product waits for: its weights are called for before.
+    # Slots are older than what the second GEMM waits for: its weights are prefetched before (PDL).
     IS_EARLY: tl.constexpr = PDL and IS_WEIGHTED and not IS_SORTED
     if not IS_EARLY:
         wait_for_previous(PDL)
@@ -141,7 +141,7 @@ def _mxfp4(
         is_row = rows < N
         num_rows = N
     start = tl.program_id(1) * inputs_each
-    end = tl.minimum(start + inputs_each, num_inputs)
+    end = tl.minimum(start + inputs_each, in_features)
     x_ptr += (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * stride_x
     rows += start // 128 * num_rows
     words_at = w_ptr + slot * stride_w + rows[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -192,21 +192,21 @@ def _mxfp4(
 
 
 @functools.cache
-def mxfp4_config(num_outputs: int, num_inputs: int, rows: int, is_gated: bool) -> Mxfp4Config:
-    """Few pairs wait for weights: small programs, of which many are on the way; `rows` 1 and so few
-    that inputs are split, too. Many wait for the tensor cores: blocks of an expert close together,
-    which share its weights.
+def mxfp4_config(out_features: int, in_features: int, rows: int, is_gated: bool) -> Mxfp4Config:
+    """Few pairs are memory-bound: small programs, many in flight; with `rows` 1 so few that split-K
+    is needed, too. Many are bound by the tensor cores: blocks of an expert close together, which
+    find its weights in the L2.
 
-    Where nothing was measured, what is good on an H200 for gpt-oss-120b, us of both products
-    (floor): one token 27.9 (11.7), 32 tokens 319 (249), 256 tokens 517 (374).
+    Where nothing was tuned, what is good on an H200 for gpt-oss-120b, us of both GEMMs
+    (roofline): one token 27.9 (11.7), 32 tokens 319 (249), 256 tokens 517 (374).
     """
     if rows == 1:
-        splits = 1 if is_gated else 2  # a gate needs the whole sum
+        splits = 1 if is_gated else 2  # a gate needs the whole accumulator
         usual = Mxfp4Config(num_warps=4, slabs=1, tiles=2, splits=splits, num_stages=4, band=1)
     else:
         band = 1 if rows <= 32 else 4
         usual = Mxfp4Config(num_warps=4, slabs=2, tiles=1, splits=1, num_stages=3, band=band)
-    return tuned.best("experts mxfp4", usual, outputs=num_outputs, inputs=num_inputs, rows=rows)
+    return tuned.best("experts mxfp4", usual, outputs=out_features, inputs=in_features, rows=rows)
 
 
 def _multiply(
@@ -224,20 +224,20 @@ def _multiply(
     """[splits, P, N]; `x` has a row for each pair, or for each token."""
     assert weights.scale is not None and weights.values.is_contiguous() and x.stride(1) == 1
     num_pairs, is_gated = weights_TK.numel(), gate is not None
-    num_outputs = weights.num_outputs // (2 if is_gated else 1)
+    out_features = weights.out_features // (2 if is_gated else 1)
     outputs_each = (8 if is_gated else 16) * c.num_warps * c.slabs
-    tiles_each = triton.cdiv(triton.cdiv(weights.num_inputs, 128 * c.tiles), c.splits) * c.tiles
-    num_splits = triton.cdiv(weights.num_inputs, 128 * tiles_each)
+    tiles_each = triton.cdiv(triton.cdiv(weights.in_features, 128 * c.tiles), c.splits) * c.tiles
+    num_splits = triton.cdiv(weights.in_features, 128 * tiles_each)
     assert num_splits == 1 or gate is None, c
     dtype = x.dtype if num_splits == 1 else torch.float32
-    out = torch.empty((num_splits, num_pairs, num_outputs), dtype=dtype, device=x.device)
+    out = torch.empty((num_splits, num_pairs, out_features), dtype=dtype, device=x.device)
     alpha, shift, limit = (gate.alpha, gate.shift, gate.limit) if gate else (0.0, 0.0, 0.0)
     num_blocks = slots_B.shape[0]
-    _mxfp4[(triton.cdiv(num_outputs, outputs_each) * num_blocks, num_splits)](
+    _mxfp4[(triton.cdiv(out_features, outputs_each) * num_blocks, num_splits)](
         x, weights.values, weights.scale, bias_SN, weights_TK, out, slots_B,
         slots_B if pairs_BM is None else pairs_BM,
         x.stride(0), weights.values.stride(0), weights.scale.stride(0), num_pairs, num_blocks,
-        weights.num_slots, num_outputs, weights.num_inputs, 128 * tiles_each, alpha, shift, limit,
+        weights.num_slots, out_features, weights.in_features, 128 * tiles_each, alpha, shift, limit,
         PAIRS_PER_ROW=num_pairs // x.shape[0],
         BLOCK_M=16 if pairs_BM is None else pairs_BM.shape[1],
         SLABS=c.slabs, WARPS=c.num_warps, TILES=c.tiles, BAND=c.band,
@@ -259,15 +259,8 @@ def _fits_hopper(x_TD: Tensor, gate_up: ExpertWeights, down: ExpertWeights) -> b
     fits=lambda x_TD, slots_TK, weights_TK, gate_up, down, *_: _fits_hopper(x_TD, gate_up, down),
 )
 def experts_mxfp4_on_hopper(
-    x_TD: Tensor,
-    slots_TK: Tensor,
-    weights_TK: Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    gate_up_bias_S2F: Tensor | None,
-    down_bias_SD: Tensor | None,
-    gate: Gate,
-) -> Tensor:
+    x_TD, slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate
+):
     args = (x_TD, slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate)
     y_TD = _HOPPER.result("experts", *args)
     return experts_mxfp4(*args) if y_TD is None else y_TD
@@ -281,17 +274,17 @@ def experts_mxfp4_on_hopper(
     ),
 )
 def experts_mxfp4(
-    x_TD: Tensor,
-    slots_TK: Tensor,
-    weights_TK: Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    gate_up_bias_S2F: Tensor | None,
-    down_bias_SD: Tensor | None,
-    gate: Gate,
+    x_TD,
+    slots_TK,
+    weights_TK,
+    gate_up,
+    down,
+    gate_up_bias_S2F,
+    down_bias_SD,
+    gate,
     rows: int | None = None,
     configs: tuple[Mxfp4Config, Mxfp4Config] | None = None,
-) -> Tensor:
+):
     assert slots_TK.is_contiguous() and weights_TK.is_contiguous()
     num_pairs, num_slots = slots_TK.numel(), down.num_slots
     if x_TD.shape[0] <= _MAX_UNSORTED:
@@ -300,11 +293,11 @@ def experts_mxfp4(
         rows = rows or rows_per_block(num_pairs, num_slots, gate_up.format)
         pairs_BM, slots_B = sorted_pairs(slots_TK, num_slots, rows)
     up_config, down_config = configs or (
-        mxfp4_config(gate_up.num_outputs, gate_up.num_inputs, rows, True),
-        mxfp4_config(down.num_outputs, down.num_inputs, rows, False),
+        mxfp4_config(gate_up.out_features, gate_up.in_features, rows, True),
+        mxfp4_config(down.out_features, down.in_features, rows, False),
     )
     shared = (weights_TK, slots_B, pairs_BM)
     h_1PF = _multiply(x_TD, gate_up, gate_up_bias_S2F, *shared, up_config, gate=gate)
     parts = _multiply(h_1PF[0], down, down_bias_SD, *shared, down_config, is_weighted=True)
     masked_by = None if down.has_all else slots_TK
-    return sum_parts(parts, x_TD.shape[0], x_TD.dtype, masked_by, num_slots)
+    return combine(parts, x_TD.shape[0], x_TD.dtype, masked_by, num_slots)

@@ -1,8 +1,7 @@
-"""The meaning of choosing experts, of applying them and of adding one that all tokens go through;
-and a CPU version of the second.
+"""References of routing, of the experts and of adding the shared expert; `experts` on a CPU.
 
-Experts are chosen by number and computed by slot: the place in the stacked weights where an expert
-lies. Both are the same until experts are moved or repeated to balance their load, or lie on several
+Experts are chosen by number and computed by slot: the index of an expert in the stacked weights.
+Both are the same until experts are moved or repeated to balance their load, or lie on several
 devices: slot S, behind the last one, says that an expert is elsewhere and adds nothing here.
 
 Legend: T tokens, E experts, S slots, K experts of a token, G groups of experts, D hidden size,
@@ -16,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.formats import PLAIN
-from penstock.kernels.fp8 import fp8_linear, quantize_fp8
+from penstock.kernels.gemm.fp8 import fp8_linear
+from penstock.kernels.moe.activated_cpu import activated_experts
 from penstock.kernels.moe.gate import Gate, gated
-from penstock.kernels.moe.touched import touched_experts
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs
 from penstock.kernels.op import cpu, op
+from penstock.kernels.quantize import quantize_fp8
 
 _TINY = 1e-20  # keeps a sum of scores from zero
 
@@ -38,13 +38,13 @@ class Routing:
     num_best: int = 2  # a group is as good as the sum of its best experts, so many of them
 
 
-@op(gpu_module="penstock.kernels.moe.triton_route")
+@op(gpu_module="penstock.kernels.moe.routing")
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
     """x W^T + b in fp32, whatever the dtypes are: a small difference may choose another expert."""
     return F.linear(x_TD.float(), weight_ED.float(), bias_E)
 
 
-@op(gpu_module="penstock.kernels.moe.triton_route")
+@op(gpu_module="penstock.kernels.moe.routing")
 def route(
     logits_TE: Tensor,
     routing: Routing,
@@ -76,7 +76,7 @@ def route(
     return slots_TK, weights_TK * routing.scale
 
 
-@op(gpu_module="penstock.kernels.moe.triton_experts")
+@op(gpu_module="penstock.kernels.moe.grouped_gemm")
 def experts(
     x_TD: Tensor,
     slots_TK: Tensor,
@@ -89,8 +89,8 @@ def experts(
 ) -> Tensor:
     """Sum over a token's experts of weight * down(gated(gate_up(x))), in fp32, back in x's dtype.
 
-    Weights of 8-bit floats are multiplied with such inputs; the gate's result is rounded to x's
-    dtype before it becomes one. Here every token goes through every expert, most with weight zero.
+    FP8 weights take FP8 inputs; the gate's output is rounded to x's dtype before it is quantized.
+    Here every token goes through every expert, most with weight zero.
     """
     y_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for slot in range(gate_up.num_slots):
@@ -102,7 +102,7 @@ def experts(
     return y_TD.to(x_TD.dtype)
 
 
-@op(gpu_module="penstock.kernels.moe.triton_shared")
+@op(gpu_module="penstock.kernels.moe.shared_expert")
 def add_shared(y_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, gate_1D: Tensor | None) -> Tensor:
     """y + shared * sigmoid(x . gate), without a gate y + shared; in fp32, back in y's dtype."""
     if gate_1D is None:
@@ -122,4 +122,4 @@ def _linear32(x_TI: Tensor, weights: ExpertWeights, bias_SO: Tensor | None, slot
     )
 
 
-experts.impl("touched", needs=cpu())(touched_experts)
+experts.impl("activated", needs=cpu())(activated_experts)

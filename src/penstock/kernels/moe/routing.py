@@ -1,4 +1,4 @@
-"""Choosing experts: scores in one launch, the choice in another.
+"""The router on a GPU: logits in one launch, top-k in another.
 
 Legend: T tokens, D hidden size, E experts, S slots, K experts of a token, G groups of experts.
 """
@@ -8,21 +8,20 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from penstock.kernels.gemm.skinny import GemvConfig, gemv
-from penstock.kernels.moe.reference import Routing, route, router_logits
-from penstock.kernels.moe.triton_tiles import dot
+from penstock.kernels.gemm.gemv import GemvConfig, gemv
+from penstock.kernels.moe.reference import route, router_logits
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_math import dot, sigmoid
 
 _MAX_GEMV_TOKENS = 4
-_MAX_SMALL_TILES = 256  # more are quicker as a quarter as many larger ones
+_MAX_SMALL_TILES = 256  # more are faster as a quarter as many larger ones
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsConfig:
-    """Launch shape."""
+    """Launch config."""
 
     tokens: int  # of a program
     experts: int
@@ -35,8 +34,8 @@ class LogitsConfig:
 @router_logits.impl(
     "gemv", needs=arch(80), fits=lambda x_TD, *_: 0 < x_TD.shape[0] <= _MAX_GEMV_TOKENS
 )
-def router_logits_gemv(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """An expert for each program, all of its weights on the way before x is there."""
+def router_logits_gemv(x_TD, weight_ED, bias_E):
+    """An expert for each program, all of its weights in flight before x is there (PDL)."""
     block = min(triton.next_power_of_2(x_TD.shape[1]), 4096)
     config = GemvConfig(rows=1, block=block, num_warps=8)
     return gemv(x_TD, None, weight_ED, None, bias_E, torch.float32, config=config)
@@ -71,14 +70,14 @@ def _logits(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _logits_in_parts(
+def _logits_sliced_k(
     x_ptr, w_ptr, bias_ptr, out_ptr, num_tokens, stride_x, stride_w,
     D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr, ON_GPU: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same, each part of the inputs added up by warps of its own: where there are few programs,
-    tensor cores that wait for each other's sums take most of the time."""
+    """The same with sliced K: each part of the inputs has warps of its own. With few programs most
+    of the time is MMAs that wait for the accumulator of the one before."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -111,21 +110,19 @@ def logits_config(num_tokens: int, num_experts: int) -> LogitsConfig:
 
 
 @router_logits.impl(
-    "tiles",
+    "gemm",
     needs=arch(80),
     fits=lambda x_TD, weight_ED, bias_E: (
         x_TD.shape[0] > 0 and x_TD.dtype == weight_ED.dtype and x_TD.element_size() == 2
     ),
 )
-def router_logits_tiles(
-    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, config: LogitsConfig | None = None
-) -> Tensor:
-    """On tensor cores: products of two 16-bit floats are exact, and added up in fp32."""
+def router_logits_gemm(x_TD, weight_ED, bias_E, config: LogitsConfig | None = None):
+    """On tensor cores: 16-bit factors multiply exactly, and accumulate in fp32."""
     (num_tokens, size), num_experts = x_TD.shape, weight_ED.shape[0]
     assert x_TD.stride(1) == weight_ED.stride(1) == 1, (x_TD.stride(), weight_ED.stride())
     c = config or logits_config(num_tokens, num_experts)
     out_TE = x_TD.new_empty((num_tokens, num_experts), dtype=torch.float32)
-    kernel, parts = (_logits, {}) if c.parts == 1 else (_logits_in_parts, {"PARTS": c.parts})
+    kernel, parts = (_logits, {}) if c.parts == 1 else (_logits_sliced_k, {"PARTS": c.parts})
     kernel[(triton.cdiv(num_experts, c.experts), triton.cdiv(num_tokens, c.tokens))](
         x_TD, weight_ED, bias_E, out_TE, num_tokens, x_TD.stride(0), weight_ED.stride(0),
         D=size, E=num_experts, BLOCK_T=c.tokens, BLOCK_E=c.experts, BLOCK_D=c.depth, **parts,
@@ -146,7 +143,7 @@ def _route(
     """The K largest scores of a row, one after the other; one program per token.
 
     Scores lie as [group, expert of the group]; where two are equal the first one counts. They are
-    compared as whole numbers, of which a warp finds the largest in one instruction.
+    compared as integers, of which a warp finds the largest in one instruction.
     """
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -159,7 +156,7 @@ def _route(
     wait_for_previous(PDL)
     logits = tl.load(logits_ptr + token * stride_t + numbers, mask=inside, other=float("-inf"))
     if IS_SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
+        scores = sigmoid(logits)
     else:
         scores = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
         scores = scores / tl.sum(tl.sum(scores, 1), 0)
@@ -209,13 +206,7 @@ def _route(
         logits_TE.dtype is torch.float32 and routing.num_best in (1, 2)
     ),
 )
-def route_triton(
-    logits_TE: Tensor,
-    routing: Routing,
-    correction_E: Tensor | None,
-    slot_of_E: Tensor,
-    load_S: Tensor,
-) -> tuple[Tensor, Tensor]:
+def route_triton(logits_TE, routing, correction_E, slot_of_E, load_S):
     num_tokens, num_experts = logits_TE.shape
     assert logits_TE.stride(1) == 1 and num_experts % routing.num_groups == 0, logits_TE.shape
     slots_TK = slot_of_E.new_empty((num_tokens, routing.num_active))

@@ -5,11 +5,11 @@ Legend: T tokens, D hidden size.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from penstock.kernels.moe.reference import add_shared
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_math import sigmoid
 
 _BLOCK = 1024  # channels of a program
 
@@ -20,7 +20,7 @@ def _add_shared(
     D: tl.constexpr, BLOCK: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = y[t] + shared[t] * sigmoid(x[t] . gate); one program per token and block of
-    channels, each with a product of its own."""
+    channels, each with its own dot product."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -36,15 +36,13 @@ def _add_shared(
             x = tl.load(x_ptr + token * stride_x + inputs, mask=inputs < D, other=0.0)
             gate = tl.load(gate_ptr + inputs, mask=inputs < D, other=0.0)
             acc += x.to(tl.float32) * gate.to(tl.float32)
-        shared = shared / (1.0 + tl.exp(-tl.sum(acc, 0)))
+        shared = shared * sigmoid(tl.sum(acc, 0))
     out_ptr += token * D + channels
     tl.store(out_ptr, (y + shared).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @add_shared.impl("triton", needs=arch(80), fits=lambda y_TD, *_: y_TD.shape[0] > 0)
-def add_shared_triton(
-    y_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, gate_1D: Tensor | None
-) -> Tensor:
+def add_shared_triton(y_TD, shared_TD, x_TD, gate_1D):
     assert y_TD.stride(1) == shared_TD.stride(1) == x_TD.stride(1) == 1
     assert gate_1D is None or gate_1D.is_contiguous()
     num_tokens, size = y_TD.shape

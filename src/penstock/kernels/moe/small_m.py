@@ -1,7 +1,7 @@
-"""Experts of a few tokens on a GPU: each pair of a token and an expert is a product of its own, as
-quick as the weights can be read.
+"""Experts at small M on a GPU: each pair of a token and an expert is a GEMV, as fast as its weights
+can be read.
 
-A program reads rows of several matrices at once, so that much is on the way: those of the gate and
+A program reads rows of several matrices at once, so that much is in flight: those of the gate and
 of the up projection, then those of all experts of a token.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, M matrices of a program, D hidden
@@ -17,19 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
-from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
-from penstock.kernels.moe.triton_tiles import gate_of
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs, pointer
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_math import gate_of
 
-MAX_FEW = 4  # tokens; more are quicker on tensor cores
+MAX_SMALL_M = 4  # tokens; more are faster on tensor cores
 
 
 @dataclass(frozen=True, slots=True)
-class FewConfig:
-    """Launch shape."""
+class SmallMConfig:
+    """Launch config."""
 
     rows: int  # of each matrix that a program reads; a power of two, 128 at most
     tiles: int  # of 128 inputs, read at once
@@ -37,7 +36,7 @@ class FewConfig:
 
 
 @triton.jit
-def _products(
+def _gemv_rows(
     x_ptr, x_at, x_scale_ptr, x_scale_at, stride_x_scale, w_ptr, w_at, w_scale_ptr, w_scale_at,
     rows, is_row, is_matrix,
     FORMAT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr,
@@ -45,7 +44,7 @@ def _products(
 ):  # fmt: skip
     """[M, ROWS]: x[m] . w[m, rows]; `..._at` says where a matrix and what belongs to it begin.
 
-    WAIT: x may not be there yet; the first weights are on the way before it is waited for.
+    WAIT: x may not be there yet; the first weights are in flight before it is waited for (PDL).
 
     The compiler gives lanes the inputs, then from the left dimension on what remains: warps have
     the matrices, and a thread all rows of its inputs. So nothing passes through shared memory
@@ -81,7 +80,7 @@ def _products(
 
 
 @triton.jit
-def _gate_up_few(
+def _gate_up_small_m(
     x_ptr, x_scale_ptr, slots_ptr, w_ptr, w_scale_ptr, bias_ptr, h_ptr,
     stride_x, stride_x_scale_t, stride_x_scale_g, stride_w, stride_w_scale, S, F, alpha, shift,
     limit,
@@ -104,7 +103,7 @@ def _gate_up_few(
         w_scale_at += (parts * (F // 128) + first // 128) * ((D + 127) // 128)
     else:
         w_scale_at += parts * F
-    y = _products(
+    y = _gemv_rows(
         x_ptr, token * stride_x + parts * 0, x_scale_ptr, token * stride_x_scale_t + parts * 0,
         stride_x_scale_g, w_ptr, slot * stride_w + parts * F * D, w_scale_ptr, w_scale_at,
         features, is_feature, parts < 2, FORMAT, D, ROWS, 2, TILES, False,
@@ -118,7 +117,7 @@ def _gate_up_few(
 
 
 @triton.jit
-def _down_few(
+def _down_small_m(
     h_ptr, h_scale_ptr, slots_ptr, weights_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr,
     stride_h_scale_t, stride_h_scale_g, stride_w, stride_w_scale, S, D,
     FORMAT: tl.constexpr, F: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -139,7 +138,7 @@ def _down_few(
     w_scale_at = slots * stride_w_scale
     if FORMAT == "fp8 blocks":
         w_scale_at += first // 128 * ((F + 127) // 128)
-    y = _products(
+    y = _gemv_rows(
         h_ptr, pairs * F, h_scale_ptr, pairs * stride_h_scale_t, stride_h_scale_g,
         w_ptr, slots * stride_w, w_scale_ptr, w_scale_at,
         rows, is_row, is_pair, FORMAT, F, ROWS, BLOCK_K, TILES, PDL,
@@ -154,19 +153,21 @@ def _down_few(
 
 
 @functools.cache
-def few_config(num_outputs: int, num_inputs: int, bits: int, num_matrices: int) -> FewConfig:
+def small_m_config(
+    out_features: int, in_features: int, bits: int, num_matrices: int
+) -> SmallMConfig:
     """A thread reads 16 bytes of each row at once, a warp `tiles` of one matrix.
 
-    Where nothing was measured, what is good on an H200 for four models. One token, us of both
-    products (floor): Qwen3-30B-A3B bf16 20.5 (16.7), Qwen3-Next fp8 12.8 (7.0), DeepSeek-R1 fp8
+    Where nothing was tuned, what is good on an H200 for four models. One token, us of both GEMMs
+    (roofline): Qwen3-30B-A3B bf16 20.5 (16.7), Qwen3-Next fp8 12.8 (7.0), DeepSeek-R1 fp8
     92.1 (77.9), Qwen1.5-MoE bf16 20.4 (15.3).
     """
     is_down = num_matrices > 2
     usual = {
-        8: FewConfig(4, 2, 4) if is_down else FewConfig(4, 4, 2),
-        16: FewConfig(2, 2, 4) if is_down else FewConfig(1, 8, 4),
-    }.get(bits, FewConfig(4, 1, min(num_matrices, 8)))
-    return tuned.best("experts few", usual, outputs=num_outputs, inputs=num_inputs, bits=bits)
+        8: SmallMConfig(4, 2, 4) if is_down else SmallMConfig(4, 4, 2),
+        16: SmallMConfig(2, 2, 4) if is_down else SmallMConfig(1, 8, 4),
+    }.get(bits, SmallMConfig(4, 1, min(num_matrices, 8)))
+    return tuned.best("experts small_m", usual, outputs=out_features, inputs=in_features, bits=bits)
 
 
 def scale_strides(scale: Tensor | None) -> tuple[int, int]:
@@ -193,47 +194,47 @@ def bits_of(weights: ExpertWeights) -> int:
     "triton few",
     needs=arch(80),
     fits=lambda x_TD, slots_TK, weights_TK, gate_up, *_: (
-        0 < x_TD.shape[0] <= MAX_FEW and gate_up.format != "mxfp4"
+        0 < x_TD.shape[0] <= MAX_SMALL_M and gate_up.format != "mxfp4"
     ),
 )
-def experts_few(
-    x_TD: Tensor,
-    slots_TK: Tensor,
-    weights_TK: Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    gate_up_bias_S2F: Tensor | None,
-    down_bias_SD: Tensor | None,
-    gate: Gate,
-    configs: tuple[FewConfig, FewConfig] | None = None,
-) -> Tensor:
+def experts_small_m(
+    x_TD,
+    slots_TK,
+    weights_TK,
+    gate_up,
+    down,
+    gate_up_bias_S2F,
+    down_bias_SD,
+    gate,
+    configs: tuple[SmallMConfig, SmallMConfig] | None = None,
+):
     check(x_TD, slots_TK, weights_TK, gate_up.values, down.values, gate_up_bias_S2F, down_bias_SD)
     num_tokens, num_active = slots_TK.shape
-    size, num_features = gate_up.num_inputs, down.num_inputs
+    size, intermediate_size = gate_up.in_features, down.in_features
     block_k = triton.next_power_of_2(num_active)
     up_config, down_config = configs or (
-        few_config(w.num_outputs, w.num_inputs, bits_of(w), num_matrices)
+        small_m_config(w.out_features, w.in_features, bits_of(w), num_matrices)
         for w, num_matrices in ((gate_up, 2), (down, block_k))
     )
     options: dict[str, Any] = {"K": num_active, **launch_options(x_TD)}
     x, x_scale = as_inputs(x_TD, gate_up.inputs)
-    h_PF = x_TD.new_empty((num_tokens * num_active, num_features))
-    _gate_up_few[(len(h_PF), triton.cdiv(num_features, up_config.rows))](
+    h_PF = x_TD.new_empty((num_tokens * num_active, intermediate_size))
+    _gate_up_small_m[(len(h_PF), triton.cdiv(intermediate_size, up_config.rows))](
         x, pointer(x_scale, x), slots_TK, gate_up.values, pointer(gate_up.scale, x),
         gate_up_bias_S2F, h_PF,
         x.stride(0), *scale_strides(x_scale), gate_up.values.stride(0), stride_of(gate_up.scale),
-        gate_up.num_slots, num_features, gate.alpha, gate.shift, gate.limit,
+        gate_up.num_slots, intermediate_size, gate.alpha, gate.shift, gate.limit,
         FORMAT=gate_up.format, D=size, ROWS=up_config.rows, TILES=up_config.tiles,
         HAS_ALL=gate_up.has_all, HAS_BIAS=gate_up_bias_S2F is not None,
         num_warps=up_config.num_warps, **options,
     )  # fmt: skip
     h, h_scale = as_inputs(h_PF, down.inputs)
     y_TD = x_TD.new_empty((num_tokens, size))
-    _down_few[(num_tokens, triton.cdiv(size, down_config.rows))](
+    _down_small_m[(num_tokens, triton.cdiv(size, down_config.rows))](
         h, pointer(h_scale, h), slots_TK, weights_TK, down.values, pointer(down.scale, h),
         down_bias_SD, y_TD,
         *scale_strides(h_scale), down.values.stride(0), stride_of(down.scale), down.num_slots, size,
-        FORMAT=down.format, F=num_features, BLOCK_K=block_k, ROWS=down_config.rows,
+        FORMAT=down.format, F=intermediate_size, BLOCK_K=block_k, ROWS=down_config.rows,
         TILES=down_config.tiles, HAS_ALL=down.has_all, HAS_BIAS=down_bias_SD is not None,
         num_warps=down_config.num_warps, **options,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the splits of experts' first product have given, added up and gated.
+"""Split-K reduction of the experts' first GEMM, fused with the gate.
 
 Legend: N splits, P rows, B blocks of M pairs, F features of an expert; 2F is the gate's features,
 then the up projection's.
@@ -10,14 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.moe.gate import Gate
-from penstock.kernels.moe.triton_tiles import gate_of
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_math import gate_of
 
 _BLOCK = 512
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_pairs"])
-def _gated_parts(
+def _gated_partials(
     parts_ptr, pairs_ptr, h_ptr, num_rows, num_pairs, F, alpha, shift, limit,
     N: tl.constexpr, BLOCK: tl.constexpr, HAS_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def _gated_parts(
         tl.store(h_ptr + row.to(tl.int64) * F + features, h, mask=inside)
 
 
-def gated_parts(
+def gated_partials(
     parts_NP2F: Tensor,
     gate: Gate,
     dtype: torch.dtype,
@@ -52,7 +52,7 @@ def gated_parts(
     num_parts, num_rows, size = parts_NP2F.shape
     h_PF = torch.empty((num_rows, size // 2), dtype=dtype, device=parts_NP2F.device)
     block = min(_BLOCK, triton.next_power_of_2(size // 2))
-    _gated_parts[(num_rows, triton.cdiv(size // 2, block))](
+    _gated_partials[(num_rows, triton.cdiv(size // 2, block))](
         parts_NP2F, h_PF if pairs_BM is None else pairs_BM, h_PF, num_rows, num_pairs, size // 2,
         gate.alpha, gate.shift, gate.limit, N=num_parts, BLOCK=block,
         HAS_PAIRS=pairs_BM is not None, num_warps=4, **launch_options(parts_NP2F),

@@ -1,7 +1,7 @@
-"""What `kernels.tuning` times of experts: their products, other launch shapes, a layer to run.
+"""Tuning of experts for `kernels.tuning`: their GEMMs, candidate launch configs, a layer to run.
 
-A launch shape is looked up by the matrix, how wide its numbers are and how many pairs a block has,
-so each product has entries of its own; the layer is run with another shape for that one alone.
+A launch config is looked up by the matrix, its bits and the pairs of a block, so each GEMM has
+entries of its own; the layer is run with another config for that one alone.
 
 Legend: T tokens, S slots, K experts of a token, O outputs, I inputs, D hidden size, F features.
 """
@@ -16,18 +16,18 @@ import triton
 from torch import Tensor
 
 from penstock.kernels.formats import Fp8Groups, Fp8Rows
+from penstock.kernels.moe.align import rows_per_block
 from penstock.kernels.moe.gate import SILU
-from penstock.kernels.moe.triton_experts import GroupedConfig, experts_grouped, grouped_config
-from penstock.kernels.moe.triton_few import MAX_FEW, FewConfig, experts_few, few_config
-from penstock.kernels.moe.triton_mxfp4 import Mxfp4Config, experts_mxfp4, mxfp4_config
-from penstock.kernels.moe.triton_sort import rows_per_block
+from penstock.kernels.moe.grouped_gemm import GroupedConfig, experts_grouped, grouped_config
+from penstock.kernels.moe.mxfp4_triton import Mxfp4Config, experts_mxfp4, mxfp4_config
+from penstock.kernels.moe.small_m import MAX_SMALL_M, SmallMConfig, experts_small_m, small_m_config
 from penstock.kernels.moe.weights import ExpertWeights, pack_mxfp4, plain_weights
 
-ExpertsConfig = FewConfig | GroupedConfig | Mxfp4Config
+ExpertsConfig = SmallMConfig | GroupedConfig | Mxfp4Config
 Format = Literal["plain", "fp8 outputs", "fp8 blocks", "mxfp4"]
 
 _IMPLEMENTATIONS: dict[str, Any] = {
-    "experts few": experts_few,
+    "experts small_m": experts_small_m,
     "experts grouped": experts_grouped,
     "experts mxfp4": experts_mxfp4,
 }
@@ -45,7 +45,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ExpertGemm:
     """The first of a layer's two, which is gated, or the second, with so many tokens."""
 
     layer: Layer
@@ -56,12 +56,12 @@ class Product:
     def op(self) -> str:
         if self.layer.format == "mxfp4":
             return "experts mxfp4"
-        return "experts few" if self.num_tokens <= MAX_FEW else "experts grouped"
+        return "experts small_m" if self.num_tokens <= MAX_SMALL_M else "experts grouped"
 
     @property
     def rows(self) -> int:
         """Pairs of a block; 1: they are not sorted."""
-        if self.num_tokens <= MAX_FEW:
+        if self.num_tokens <= MAX_SMALL_M:
             return 1
         num_pairs = self.num_tokens * self.layer.num_active
         return rows_per_block(num_pairs, self.layer.num_experts, self.layer.format)
@@ -70,60 +70,60 @@ class Product:
     def dims(self) -> tuple[tuple[str, int], ...]:
         """What its entry is found by."""
         bits = {"plain": 16, "mxfp4": 4}.get(self.layer.format, 8)
-        sizes = (("outputs", self.num_outputs), ("inputs", self.num_inputs))
+        sizes = (("outputs", self.out_features), ("inputs", self.in_features))
         match self.op:
-            case "experts few":
+            case "experts small_m":
                 return (*sizes, ("bits", bits))
             case "experts grouped":
                 return (*sizes, ("bits", bits), ("rows", self.rows))
         return (*sizes, ("rows", self.rows))
 
     @property
-    def num_outputs(self) -> int:
+    def out_features(self) -> int:
         return 2 * self.layer.features if self.is_gated else self.layer.hidden
 
     @property
-    def num_inputs(self) -> int:
+    def in_features(self) -> int:
         return self.layer.hidden if self.is_gated else self.layer.features
 
     @property
     def num_bytes(self) -> float:
-        """Of the weights that both products read, where tokens choose experts evenly."""
+        """Of the weights that both GEMMs read, with uniform routing."""
         layer = self.layer
-        untouched = (1 - layer.num_active / layer.num_experts) ** self.num_tokens
+        idle = (1 - layer.num_active / layer.num_experts) ** self.num_tokens
         bits = {"plain": 16, "mxfp4": 4.25}.get(layer.format, 8)
         num_weights = 3 * layer.hidden * layer.features
-        return layer.num_experts * (1 - untouched) * num_weights * bits / 8
+        return layer.num_experts * (1 - idle) * num_weights * bits / 8
 
 
-def products(layer: Layer) -> list[Product]:
+def expert_gemms(layer: Layer) -> list[ExpertGemm]:
     """One for each entry there can be."""
-    found: dict[tuple[object, ...], Product] = {}
+    found: dict[tuple[object, ...], ExpertGemm] = {}
     for num_tokens in _TOKENS:
         for is_gated in (True, False):
-            one = Product(layer, num_tokens, is_gated)
+            one = ExpertGemm(layer, num_tokens, is_gated)
             found.setdefault((one.op, one.dims), one)
     return list(found.values())
 
 
-def now_used(one: Product) -> ExpertsConfig:
-    sizes = (one.num_outputs, one.num_inputs)
+def now_used(one: ExpertGemm) -> ExpertsConfig:
+    sizes = (one.out_features, one.in_features)
     bits = dict(one.dims).get("bits", 4)
     match one.op:
-        case "experts few":
+        case "experts small_m":
             num_matrices = 2 if one.is_gated else triton.next_power_of_2(one.layer.num_active)
-            return few_config(*sizes, bits, num_matrices)
+            return small_m_config(*sizes, bits, num_matrices)
         case "experts grouped":
             return grouped_config(*sizes, bits, one.rows, one.is_gated)
     return mxfp4_config(*sizes, one.rows, one.is_gated)
 
 
-def candidates(one: Product) -> list[ExpertsConfig]:
+def candidates(one: ExpertGemm) -> list[ExpertsConfig]:
     """Without the present one."""
     match now_used(one):
-        case FewConfig():
+        case SmallMConfig():
             return [
-                FewConfig(rows, tiles, num_warps)
+                SmallMConfig(rows, tiles, num_warps)
                 for rows in (1, 2, 4)
                 for tiles in (1, 2, 4, 8)
                 for num_warps in (2, 4, 8)
@@ -150,9 +150,9 @@ def candidates(one: Product) -> list[ExpertsConfig]:
 
 
 def runs(
-    one: Product, device: torch.device, num_slots: int | None = None
+    one: ExpertGemm, device: torch.device, num_slots: int | None = None
 ) -> list[Callable[[ExpertsConfig], Tensor]]:
-    """The layer with a launch shape for this product, each time with other experts chosen."""
+    """The layer with a launch config for this GEMM, each time with other experts chosen."""
     layer = one.layer
     num_slots = num_slots or layer.num_experts
     gate_up, down = (
@@ -169,7 +169,7 @@ def runs(
     def run(config: ExpertsConfig, slots_TK: Tensor) -> Tensor:
         configs: tuple[ExpertsConfig, ...] = (config, other) if one.is_gated else (other, config)
         arguments = (x_TD, slots_TK, weights_TK, gate_up, down, None, None, SILU)
-        options = {} if one.op == "experts few" else {"rows": one.rows}
+        options = {} if one.op == "experts small_m" else {"rows": one.rows}
         y_TD: Tensor = _IMPLEMENTATIONS[one.op](*arguments, configs=configs, **options)
         return y_TD
 
@@ -182,21 +182,21 @@ def runs(
 
 
 def _random(
-    format: str, num_slots: int, num_outputs: int, num_inputs: int, device: torch.device
+    format: str, num_slots: int, out_features: int, in_features: int, device: torch.device
 ) -> ExpertWeights:
     """Matrices that keep the size of what passes through, more or less."""
-    shape, spread = (num_slots, num_outputs, num_inputs), num_inputs**-0.5
+    shape, spread = (num_slots, out_features, in_features), in_features**-0.5
     if format == "plain":
         numbers = torch.randn(shape, dtype=torch.bfloat16, device=device)
         return plain_weights(numbers.mul_(spread))
     codes = partial(torch.randint, dtype=torch.uint8, device=device)
     if format == "mxfp4":
-        scales = torch.full((*shape[:2], num_inputs // 32), 120, dtype=torch.uint8, device=device)
-        return pack_mxfp4(codes(256, (*shape[:2], num_inputs // 2)), scales)
+        scales = torch.full((*shape[:2], in_features // 32), 120, dtype=torch.uint8, device=device)
+        return pack_mxfp4(codes(256, (*shape[:2], in_features // 2)), scales)
     values = (codes(120, shape) | codes(2, shape) << 7).view(torch.float8_e4m3fn)  # no NaN
     if format == "fp8 outputs":
         scale = torch.full(shape[:2], spread / 64, device=device)
-        return ExpertWeights(values, num_inputs, scale, Fp8Rows())
-    blocks = (num_slots, triton.cdiv(num_outputs, 128), triton.cdiv(num_inputs, 128))
+        return ExpertWeights(values, in_features, scale, Fp8Rows())
+    blocks = (num_slots, triton.cdiv(out_features, 128), triton.cdiv(in_features, 128))
     scale = torch.full(blocks, spread / 64, device=device)
-    return ExpertWeights(values, num_inputs, scale, Fp8Groups(128))
+    return ExpertWeights(values, in_features, scale, Fp8Groups(128))

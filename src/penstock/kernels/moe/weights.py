@@ -1,23 +1,22 @@
-"""How the matrices of experts are kept: floats, 8-bit floats with scales, or MXFP4.
+"""`ExpertWeights`: the stacked matrices of experts: plain, FP8 with scales, or MXFP4.
 
 MXFP4 is a code of 4 bits (a sign, two bits of exponent, one of mantissa) per number, and a power of
 two per 32 inputs. Words of 32 bits hold eight codes; those of 16 words make up 128 inputs of an
 output. Word 4 t + c has input 32 j + 8 c + 2 t of them as the j-th code of its lower half, and the
-one behind it as that of its upper half: four words in a row are what one thread of a tensor core's
-tile must have. Inputs are filled up with zeros to whole tiles.
+one behind it as that of its upper half: four words in a row are one thread's part of an MMA
+fragment. Inputs are filled up with zeros to whole tiles.
 
-The bits of a word are such that turning it and a mask make two codes two bfloat16, with their signs
+The bits of a word are such that a rotation and a mask make two codes two bfloat16, with their signs
 nine bits above exponents and mantissas. From a half's highest: s3 e2 e2 m2 s0 e1 e1 m1 e3 m3 s2 e0
 e0 m0 s1 e3, where s1 and s2 are those of the other half; of the fourth code, which fills the gaps,
 one bit is moved by itself. Four powers of two lie in a word, each as the exponent of a bfloat16
-that is 2^-32 times as large: so products with codes stay in range for powers up to 2^33, the most
+that is 2^-32 times as large: so scaled codes stay in range for powers up to 2^33, the most
 there can be.
 
 Legend: S slots, O outputs, I inputs, G groups of 32 inputs, N tiles of 128 inputs, W words of a
 tile, J the four groups of a tile.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,26 +26,24 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.kernels.formats import PLAIN, Fp8Groups, Fp8Rows, Fp8Static, InputFormat, Plain
-from penstock.kernels.fp8 import quantize_fp8, weight_values
+from penstock.kernels.gemm.fp8 import dequantized
+from penstock.kernels.gemm.wna16_packing import FP4_BITS, TILE, WORDS, spread
+from penstock.kernels.quantize import quantize_fp8
+from penstock.kernels.quantized_weight import FP4_VALUES
 
 MXFP4_GROUP = 32  # inputs that share a scale
-TILE = 128  # inputs of 16 words
-_WORDS = 16
 _SLOTS_AT_ONCE = 8
-PLACES = ((2, 3, 4, 11), (8, 9, 10, 17), (12, 13, 14, 21), (6, 7, 0, 15))
-"""Of the bits of a half's four codes, mantissa first, sign last; counted around the word."""
 _MAX_SCALE = 160
 _POWER_BIAS = 94  # 127 - 32 - 1: codes are read as 2^-126 times their value
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes; with the highest bit, negative
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """A matrix [outputs, inputs] for each slot, and the form its inputs must have."""
 
-    values: Tensor  # [S, O, I] floats or 8-bit floats; MXFP4: [S, N, O, W] int32
-    num_inputs: int
-    scale: Tensor | None = None  # 8-bit floats: [S, O] or [S, O / 128, I / 128]; MXFP4: [S, N, O]
+    values: Tensor  # [S, O, I] plain or FP8; MXFP4: [S, N, O, W] int32
+    in_features: int
+    scale: Tensor | None = None  # FP8: [S, O] or [S, O / 128, I / 128]; MXFP4: [S, N, O]
     inputs: InputFormat = PLAIN
     has_all: bool = True  # every expert is here; else slot `num_slots` says that one is elsewhere
 
@@ -55,7 +52,7 @@ class ExpertWeights:
         return self.values.shape[0]
 
     @property
-    def num_outputs(self) -> int:
+    def out_features(self) -> int:
         return self.values.shape[2 if self.format == "mxfp4" else 1]
 
     @property
@@ -77,8 +74,8 @@ class ExpertWeights:
         if self.scale is None:
             return self.values[slot].float()
         if self.format == "mxfp4":
-            return _unpacked(self.values[slot], self.scale[slot])[:, : self.num_inputs]
-        return weight_values(self.values[slot], self.scale[slot])
+            return _unpacked(self.values[slot], self.scale[slot])[:, : self.in_features]
+        return dequantized(self.values[slot], self.scale[slot])
 
 
 def plain_weights(values_SOI: Tensor, has_all: bool = True) -> ExpertWeights:
@@ -90,7 +87,7 @@ def as_inputs(
     wanted: InputFormat,
     quantize: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]] = quantize_fp8,
 ) -> tuple[Tensor, Tensor | None]:
-    """(values, scales) of `x` in the form that weights want."""
+    """(values, scales) of `x` in the input format of the weights."""
     match wanted:
         case Plain():
             return x_TI, None
@@ -122,12 +119,12 @@ def pack_mxfp4(blocks_SOB: Tensor, scales_SOG: Tensor, has_all: bool = True) -> 
             f"the checkpoint has an MXFP4 scale of {largest}, 2^{largest - 127} (255: NaN); "
             f"experts are computed with scales up to {_MAX_SCALE}, 2^{_MAX_SCALE - 127}"
         )
-    num_slots, num_outputs, num_groups = scales_SOG.shape
+    num_slots, out_features, num_groups = scales_SOG.shape
     num_tiles = math.ceil(num_groups * MXFP4_GROUP / TILE)
-    shape, device = (num_slots, num_tiles, num_outputs), blocks_SOB.device
-    words_SNOW = torch.empty((*shape, _WORDS), dtype=torch.int32, device=device)
+    shape, device = (num_slots, num_tiles, out_features), blocks_SOB.device
+    words_SNOW = torch.empty((*shape, WORDS), dtype=torch.int32, device=device)
     scale_SNO = torch.empty(shape, dtype=torch.int32, device=device)
-    spread_JC = _spread_bytes().to(device)
+    spread_JC = spread("fp4").to(device)
     for first in range(0, num_slots, _SLOTS_AT_ONCE):
         some = slice(first, first + _SLOTS_AT_ONCE)
         words_SNOW[some] = _packed_words(blocks_SOB[some], num_tiles, spread_JC)
@@ -135,22 +132,10 @@ def pack_mxfp4(blocks_SOB: Tensor, scales_SOG: Tensor, has_all: bool = True) -> 
     return ExpertWeights(words_SNOW, num_groups * MXFP4_GROUP, scale_SNO, has_all=has_all)
 
 
-@functools.cache
-def _spread_bytes() -> Tensor:
-    """[4, 256]: the bits of a word that are the j-th codes of its halves, by the byte of both."""
-    pairs_C = torch.arange(256)
-    spread_JC = torch.zeros(4, 256, dtype=torch.int64)
-    for j, places in enumerate(PLACES):
-        for bit, at in enumerate(places):
-            spread_JC[j] |= ((pairs_C >> bit) & 1) << at
-            spread_JC[j] |= ((pairs_C >> (4 + bit)) & 1) << (at + 16) % 32
-    return spread_JC.int()
-
-
 def _packed_words(blocks_SOB: Tensor, num_tiles: int, spread_JC: Tensor) -> Tensor:
     missing = num_tiles * TILE // 2 - blocks_SOB.shape[-1]
     pairs_SOB = torch.nn.functional.pad(blocks_SOB, (0, missing)).int()
-    pairs_SONJW = pairs_SOB.unflatten(-1, (num_tiles, 4, _WORDS))
+    pairs_SONJW = pairs_SOB.unflatten(-1, (num_tiles, 4, WORDS))
     words_SONW = torch.zeros_like(pairs_SONJW[..., 0, :])
     for group in range(4):
         words_SONW |= spread_JC[group][pairs_SONJW[..., group, :]]
@@ -169,7 +154,7 @@ def _unpacked(words_NOW: Tensor, scale_NO: Tensor) -> Tensor:
     words_ONW = _transposed(words_NOW.transpose(0, 1))
     codes = [
         torch.stack([((words_ONW >> (at + half) % 32) & 1) << bit for bit, at in enumerate(places)])
-        for places in PLACES
+        for places in FP4_BITS
         for half in (0, 16)
     ]
     codes_ONJW2 = torch.stack(codes).sum(1).unflatten(0, (4, 2)).permute(2, 3, 0, 4, 1)
@@ -184,5 +169,5 @@ def _transposed(words: Tensor) -> Tensor:
 
 
 def _scaled(codes_OGI: Tensor, scales_OG: Tensor) -> Tensor:
-    values = torch.tensor([*_VALUES, *(-v for v in _VALUES)], device=codes_OGI.device)
+    values = torch.tensor([*FP4_VALUES, *(-v for v in FP4_VALUES)], device=codes_OGI.device)
     return torch.ldexp(values[codes_OGI.int()], scales_OG.int().unsqueeze(-1) - 127)

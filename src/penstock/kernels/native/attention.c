@@ -9,7 +9,7 @@
 #include "pool.h"
 #include "vector.h"
 
-enum { WORTHWHILE = 1 << 15 }; /* products that are worth handing to another thread */
+enum { WORTHWHILE = 1 << 15 }; /* multiply-adds that are worth handing to another thread */
 
 enum { MAX_TOGETHER = 4 }; /* queries that read a value once */
 
@@ -20,12 +20,12 @@ INLINE void expect(const float *at, int64_t size) {
 
 /* Scores of LANES keys, which lie one behind the other. */
 INLINE floats scores_of(const float *q, const float *keys, int64_t size) {
-  floats products[LANES] = {};
+  floats partial[LANES] = {};
   for (int64_t d = 0; d < size; d += LANES) {
     const floats part = load(q + d);
-    UNROLL for (int i = 0; i < LANES; i++) products[i] += part * load(keys + i * size + d);
+    UNROLL for (int i = 0; i < LANES; i++) partial[i] += part * load(keys + i * size + d);
   }
-  return sum_each(products);
+  return sum_each(partial);
 }
 
 /* Scores -> their exponentials relative to the largest so far, whose sum goes to `total`. Returns

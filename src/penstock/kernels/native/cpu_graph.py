@@ -74,7 +74,7 @@ class Arena:
         self._free = merged
 
 
-class Tape:
+class CpuGraph:
     """What `record` made."""
 
     def __init__(self, loaded: ctypes.CDLL, calls: list[list[int]], kept: object) -> None:
@@ -86,7 +86,9 @@ class Tape:
         self._run(self._calls.ctypes.data, len(self._calls))
 
 
-def record(loaded: ctypes.CDLL, arena: Arena, step: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
+def record(
+    loaded: ctypes.CDLL, arena: Arena, step: Callable[[], Tensor]
+) -> tuple[CpuGraph, Tensor]:
     """The calls of `step`, and the tensor that it returns, which `run` fills.
 
     Tapes may share an arena: the result is there until the next of them runs.
@@ -96,7 +98,7 @@ def record(loaded: ctypes.CDLL, arena: Arena, step: Callable[[], Tensor]) -> tup
         result = step()
     if not result.is_contiguous():
         raise NotRecordable("a result with gaps")
-    return Tape(loaded, calls, (arena, step)), arena.unowned(result)
+    return CpuGraph(loaded, calls, (arena, step)), arena.unowned(result)
 
 
 class _Allocation(TorchDispatchMode):

@@ -1,13 +1,13 @@
-/* What packed weights are used for: products, and rows looked up. See packed.h for the layout. */
+/* GEMM with packed low-bit weights, and embedding lookup. See packed.h for the layout. */
 
 #include "packed.h"
 
-/* share_out(product, form, limbs, chunk) does a product, multiply(job, first, last, form, limbs) a
-   part of it; `limbs` says how exactly inputs are taken where they become whole numbers. */
+/* run_gemm(gemm, form, limbs, chunk) computes a GEMM, multiply(job, first, last, form, limbs) a
+   part of it; `limbs` is the precision of inputs where they become integers (VNNI). */
 #if defined(__AVX512VNNI__)
-#include "product_limbs.h"
+#include "gemm_vnni.h"
 #else
-#include "product_floats.h"
+#include "gemm_fp32.h"
 #endif
 
 /* The forms there are, one compiled version each. */
@@ -28,7 +28,7 @@ VERSION(i8_float, 8, 16, 4)
 
 static int is_coarse;
 
-/* Whether 16 bits of an input are enough, for all products that follow. */
+/* Whether 16 bits of an input are enough, for all GEMMs that follow. */
 void set_coarse(int64_t coarse) { is_coarse = coarse != 0; }
 
 static int form_of(int64_t bits, int64_t meta_bytes) {
@@ -38,28 +38,28 @@ static int form_of(int64_t bits, int64_t meta_bytes) {
 
 /* y[T, O] = x[T, I] times the packed weight, plus the bias. */
 void packed_linear(const float *x, int64_t x_stride, int64_t num_rows, const uint8_t *weight,
-                   const float *bias, float *y, int64_t y_stride, int64_t num_outputs,
-                   int64_t num_inputs, int64_t bits, int64_t meta_bytes) {
+                   const float *bias, float *y, int64_t y_stride, int64_t out_features,
+                   int64_t in_features, int64_t bits, int64_t meta_bytes) {
   static const Chunk versions[][2] = {{u4_half_fine, u4_half_coarse},
                                       {u4_float_fine, u4_float_coarse},
                                       {i8_half_fine, i8_half_coarse},
                                       {i8_float_fine, i8_float_coarse}};
   const int which = form_of(bits, meta_bytes);
-  const Product product = {x, bias, weight, y, x_stride, y_stride, num_rows, num_outputs,
-                           num_inputs / forms[which].group};
-  share_out(&product, forms[which], is_coarse ? 2 : 3, versions[which][is_coarse]);
+  const Gemm gemm = {x, bias, weight, y, x_stride, y_stride, num_rows, out_features,
+                           in_features / forms[which].group};
+  run_gemm(&gemm, forms[which], is_coarse ? 2 : 3, versions[which][is_coarse]);
 }
 
 /* out[T, I] = rows `ids` of the packed matrix; an id that has no row gives zeros. */
 void packed_rows(const int64_t *ids, int64_t num_ids, const uint8_t *weight, float *out,
-                 int64_t out_stride, int64_t num_outputs, int64_t num_inputs, int64_t bits,
+                 int64_t out_stride, int64_t out_features, int64_t in_features, int64_t bits,
                  int64_t meta_bytes) {
   const Form form = forms[form_of(bits, meta_bytes)];
-  const int64_t num_groups = num_inputs / form.group;
+  const int64_t num_groups = in_features / form.group;
   for (int64_t i = 0; i < num_ids; i++) {
     float *to = out + i * out_stride;
-    if (ids[i] < 0 || ids[i] >= num_outputs) {
-      memset(to, 0, num_inputs * sizeof(float));
+    if (ids[i] < 0 || ids[i] >= out_features) {
+      memset(to, 0, in_features * sizeof(float));
       continue;
     }
     const int64_t tile = ids[i] / TILE, lane = ids[i] % TILE;

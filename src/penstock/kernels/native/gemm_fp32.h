@@ -1,7 +1,7 @@
-/* Products with packed weights in fp32, for any processor; `limbs` makes no difference. */
+/* GEMM with packed weights in fp32, for any processor; `limbs` makes no difference. */
 
-#ifndef PENSTOCK_PRODUCT_FLOATS_H
-#define PENSTOCK_PRODUCT_FLOATS_H
+#ifndef PENSTOCK_GEMM_FP32_H
+#define PENSTOCK_GEMM_FP32_H
 
 #include "packed.h"
 #include "pool.h"
@@ -19,7 +19,7 @@ enum { ROWS = 4, PANEL = 1 };
 #endif
 
 typedef struct {
-  Product product;
+  Gemm gemm;
   const float *sums; /* of the inputs of each group, by row; NULL for more than ROWS rows */
 } Job;
 
@@ -31,10 +31,10 @@ INLINE floats load_code(const uint8_t *codes, int input, int vector, Form form) 
 }
 
 /* At most `rows` rows: y = scale * sum(code * x) + minimum * sum(x) over the groups, straight from
-   the codes. `chains` sums run side by side, since one addition waits for the one before it. */
-INLINE void few_rows(const Job *job, int64_t first, int64_t last, Form form, int rows,
+   the codes. `chains` accumulators run side by side, since an addition waits for the one before it. */
+INLINE void small_m(const Job *job, int64_t first, int64_t last, Form form, int rows,
                      int chains) {
-  const Product *p = &job->product;
+  const Gemm *p = &job->gemm;
   const float *x[ROWS], *sums[ROWS];
   for (int r = 0; r < rows; r++) { /* missing rows repeat the last one */
     int64_t row = r < p->num_rows ? r : p->num_rows - 1;
@@ -66,7 +66,7 @@ INLINE void few_rows(const Job *job, int64_t first, int64_t last, Form form, int
 }
 
 /* Panel of weights [inputs, outputs] of some tiles: inputs begin..begin + depth - 1. */
-INLINE void unpack(const Product *p, int64_t tile, int tiles, int64_t begin, int depth, Form form,
+INLINE void unpack(const Gemm *p, int64_t tile, int tiles, int64_t begin, int depth, Form form,
                    floats panel[][PANEL * VECTORS]) {
   for (int t = 0; t < tiles; t++)
     for (int g = 0; g < depth / form.group; g++) {
@@ -84,15 +84,15 @@ INLINE void unpack(const Product *p, int64_t tile, int tiles, int64_t begin, int
 }
 
 /* Any number of rows: a panel of weights is unpacked, then multiplied with a block of them. */
-INLINE void many_rows(const Product *p, int64_t first, int64_t last, Form form) {
+INLINE void large_m(const Gemm *p, int64_t first, int64_t last, Form form) {
   static _Thread_local floats panel[CHUNK][PANEL * VECTORS];
-  const int64_t num_inputs = p->num_groups * form.group;
+  const int64_t in_features = p->num_groups * form.group;
   for (int64_t top = 0; top < p->num_rows; top += ROW_BLOCK)
     for (int64_t tile = first; tile < last; tile += PANEL)
-      for (int64_t begin = 0; begin < num_inputs; begin += CHUNK) {
+      for (int64_t begin = 0; begin < in_features; begin += CHUNK) {
         const int64_t bottom = top + ROW_BLOCK < p->num_rows ? top + ROW_BLOCK : p->num_rows;
         const int tiles = last - tile < PANEL ? (int)(last - tile) : PANEL;
-        const int depth = num_inputs - begin < CHUNK ? (int)(num_inputs - begin) : CHUNK;
+        const int depth = in_features - begin < CHUNK ? (int)(in_features - begin) : CHUNK;
         unpack(p, tile, tiles, begin, depth, form, panel);
         for (int64_t row = top; row < bottom; row += ROWS) {
           const int num_rows = bottom - row < ROWS ? (int)(bottom - row) : ROWS;
@@ -114,35 +114,35 @@ INLINE void many_rows(const Product *p, int64_t first, int64_t last, Form form) 
 /* Some of the panels, all rows. */
 INLINE void multiply(const void *of, int64_t first, int64_t last, Form form, int limbs) {
   const Job *job = of;
-  const Product *p = &job->product;
+  const Gemm *p = &job->gemm;
   first *= PANEL, last = last * PANEL < num_tiles(p) ? last * PANEL : num_tiles(p);
   if (p->num_rows == 1)
-    few_rows(job, first, last, form, 1, 4);
+    small_m(job, first, last, form, 1, 4);
   else if (p->num_rows == 2)
-    few_rows(job, first, last, form, 2, 2);
+    small_m(job, first, last, form, 2, 2);
   else if (p->num_rows <= 4)
-    few_rows(job, first, last, form, 4, 1);
+    small_m(job, first, last, form, 4, 1);
   else if (p->num_rows <= ROWS)
-    few_rows(job, first, last, form, ROWS, 1);
+    small_m(job, first, last, form, ROWS, 1);
   else
-    many_rows(p, first, last, form);
+    large_m(p, first, last, form);
 }
 
-/* The whole product, by as many threads as are worthwhile. */
-static void share_out(const Product *product, Form form, int limbs, Chunk multiply_tiles) {
-  const int64_t num_groups = product->num_groups, num_rows = product->num_rows;
+/* The whole GEMM, by as many threads as are worthwhile. */
+static void run_gemm(const Gemm *gemm, Form form, int limbs, Chunk multiply_tiles) {
+  const int64_t num_groups = gemm->num_groups, num_rows = gemm->num_rows;
   const int num_summed = num_rows <= ROWS ? (int)num_rows : 0;
   float sums[num_summed * num_groups + 1];
   for (int64_t i = 0; i < num_summed * num_groups; i++) {
     const int64_t row = i / num_groups, group = i % num_groups;
-    const float *from = product->x + row * product->x_stride + group * form.group;
+    const float *from = gemm->x + row * gemm->x_stride + group * form.group;
     floats total = load(from);
     for (int k = LANES; k < form.group; k += LANES) total += load(from + k);
     sums[i] = sum(total);
   }
-  const Job job = {*product, sums};
+  const Job job = {*gemm, sums};
   const int64_t smallest = worthwhile_tiles(num_groups * form.group * num_rows);
-  in_chunks(multiply_tiles, &job, (num_tiles(product) + PANEL - 1) / PANEL,
+  in_chunks(multiply_tiles, &job, (num_tiles(gemm) + PANEL - 1) / PANEL,
             (smallest + PANEL - 1) / PANEL);
 }
 

@@ -1,15 +1,16 @@
-/* Products with packed weights in whole numbers, for processors that multiply and add bytes.
+/* GEMM with packed weights in integers, for processors with AVX-512 VNNI.
 
-   The inputs of a group are x = unit * X: the unit is a power of two, X is whole and at most 2^22.
-   So X holds x to 2^-23 of the largest input of its group, which is what sums in fp32 keep of it.
+
+   The inputs of a group are x = unit * X: the unit is a power of two, X is an integer of at most 2^22.
+   So X holds x to 2^-23 of the largest input of its group, which is what an fp32 accumulator keeps of it.
    X is three signed bytes, its limbs, and codes are bytes as well. One instruction multiplies 64
    pairs of bytes; three of them do what takes four with floats. Sums of a group are exact, and the
    result of a row does not depend on the rows beside it.
 
    With two limbs X is at most 2^14 and holds x to 2^-15, where bfloat16 has 2^-9 of x itself. */
 
-#ifndef PENSTOCK_PRODUCT_LIMBS_H
-#define PENSTOCK_PRODUCT_LIMBS_H
+#ifndef PENSTOCK_GEMM_VNNI_H
+#define PENSTOCK_GEMM_VNNI_H
 
 #include <immintrin.h>
 #include <stdlib.h>
@@ -34,14 +35,14 @@ typedef struct {
 } Inputs;
 
 typedef struct {
-  Product product;
+  Gemm gemm;
   Form form;
   int limbs;
   Inputs *inputs; /* [num_rows / ROWS, num_groups, ROWS] */
 } Job;
 
 INLINE Inputs *inputs_of(const Job *job, int64_t row, int64_t group) {
-  return job->inputs + (row / ROWS * job->product.num_groups + group) * ROWS + row % ROWS;
+  return job->inputs + (row / ROWS * job->gemm.num_groups + group) * ROWS + row % ROWS;
 }
 
 INLINE float float_of_bits(uint32_t bits) {
@@ -81,7 +82,7 @@ INLINE void split(const float *x, Form form, int limbs, Inputs *to) {
 
 static void split_rows(const void *of, int64_t first, int64_t last) {
   const Job *job = of;
-  const Product *p = &job->product;
+  const Gemm *p = &job->gemm;
   for (int64_t row = first; row < last; row++)
     for (int64_t g = 0; g < p->num_groups; g++)
       split(p->x + row * p->x_stride + g * job->form.group, job->form, job->limbs,
@@ -94,8 +95,8 @@ INLINE __m512i load_bytes(const uint8_t *codes, int k, Form form) {
   return (__m512i)(load_words(codes, k / 8, 0) >> first_bit(k, form) & 0x0f0f0f0f);
 }
 
-/* Four products of each output. */
-INLINE ints add_products(ints sums, __m512i codes, const int8_t *x) {
+/* Accumulates the dot product of four codes and inputs, for each output. */
+INLINE ints dot_accumulate(ints sums, __m512i codes, const int8_t *x) {
   int32_t four;
   memcpy(&four, x, 4);
   return (ints)_mm512_dpbusd_epi32((__m512i)sums, codes, _mm512_set1_epi32(four));
@@ -104,7 +105,7 @@ INLINE ints add_products(ints sums, __m512i codes, const int8_t *x) {
 /* Rows row..row + rows - 1 of one tile. */
 INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, int limbs,
                           int rows) {
-  const Product *p = &job->product;
+  const Gemm *p = &job->gemm;
   const Inputs *x = inputs_of(job, row, 0);
   const uint8_t *at = p->weight + tile * p->num_groups * record_bytes(form);
   floats total[ROWS] = {};
@@ -115,8 +116,8 @@ INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, 
       UNROLL for (int k = 0; k < form.group; k += 4) {
         const __m512i code = load_bytes(codes, k, form);
         UNROLL for (int r = 0; r < rows; r++) {
-          coarse[r] = add_products(coarse[r], code, x[r].limbs[0] + k);
-          fine[r] = add_products(fine[r], code, x[r].limbs[1] + k);
+          coarse[r] = dot_accumulate(coarse[r], code, x[r].limbs[0] + k);
+          fine[r] = dot_accumulate(fine[r], code, x[r].limbs[1] + k);
         }
       }
     }
@@ -129,7 +130,7 @@ INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, 
       UNROLL for (int k = 0; k < form.group; k += 4) {
         const __m512i code = load_bytes(codes, k, form);
         UNROLL for (int r = 0; r < rows; r++)
-          fine[r] = add_products(fine[r], code, x[r].limbs[limb] + k);
+          fine[r] = dot_accumulate(fine[r], code, x[r].limbs[limb] + k);
       }
     }
     const floats scale = load_meta(at, 0, form);
@@ -157,7 +158,7 @@ INLINE void multiply_tile(const Job *job, int64_t tile, int64_t row, Form form, 
 /* Some of the tiles, all rows. */
 INLINE void multiply(const void *of, int64_t first, int64_t last, Form form, int limbs) {
   const Job *job = of;
-  const int64_t num_rows = job->product.num_rows;
+  const int64_t num_rows = job->gemm.num_rows;
   for (int64_t tile = first; tile < last; tile++) {
     int64_t row = 0;
     for (; row + 8 <= num_rows; row += 8) multiply_tile(job, tile, row, form, limbs, 8);
@@ -167,23 +168,23 @@ INLINE void multiply(const void *of, int64_t first, int64_t last, Form form, int
   }
 }
 
-/* The whole product, by as many threads as are worthwhile. */
-static void share_out(const Product *product, Form form, int limbs, Chunk multiply_tiles) {
-  const int64_t num_inputs = product->num_groups * form.group;
-  const int64_t row_bytes = product->num_groups * sizeof(Inputs);
+/* The whole GEMM, by as many threads as are worthwhile. */
+static void run_gemm(const Gemm *gemm, Form form, int limbs, Chunk multiply_tiles) {
+  const int64_t in_features = gemm->num_groups * form.group;
+  const int64_t row_bytes = gemm->num_groups * sizeof(Inputs);
   int64_t block = CACHE_BYTES / row_bytes / ROWS * ROWS;
   block = block > MIN_ROW_BLOCK ? block : MIN_ROW_BLOCK;
-  block = block < product->num_rows ? block : (product->num_rows + ROWS - 1) / ROWS * ROWS;
-  Job job = {*product, form, limbs, malloc(block * row_bytes)};
+  block = block < gemm->num_rows ? block : (gemm->num_rows + ROWS - 1) / ROWS * ROWS;
+  Job job = {*gemm, form, limbs, malloc(block * row_bytes)};
   if (!job.inputs) abort();
-  for (int64_t row = 0; row < product->num_rows; row += block) {
-    Product *part = &job.product;
-    part->x = product->x + row * product->x_stride, part->y = product->y + row * product->y_stride;
-    part->num_rows = product->num_rows - row < block ? product->num_rows - row : block;
+  for (int64_t row = 0; row < gemm->num_rows; row += block) {
+    Gemm *part = &job.gemm;
+    part->x = gemm->x + row * gemm->x_stride, part->y = gemm->y + row * gemm->y_stride;
+    part->num_rows = gemm->num_rows - row < block ? gemm->num_rows - row : block;
     in_chunks(split_rows, &job, part->num_rows,
-              1 + WORTHWHILE_SPLIT / num_inputs);
+              1 + WORTHWHILE_SPLIT / in_features);
     in_chunks(multiply_tiles, &job, num_tiles(part),
-              worthwhile_tiles(num_inputs * part->num_rows));
+              worthwhile_tiles(in_features * part->num_rows));
   }
   free(job.inputs);
 }

@@ -1,4 +1,4 @@
-/* How packed weights lie in memory; the layout is that of kernels/gemm/codes.py.
+/* How packed weights lie in memory; the layout is that of kernels/gemm/quantized_cpu.py.
 
    A tile is 16 outputs. Of each tile, group after group of inputs lie 16 scales, 16 minima and the
    codes, in 32-bit words of 16 outputs. A word holds four signed 8-bit codes of consecutive inputs,
@@ -23,8 +23,8 @@ typedef struct {
   const float *x, *bias;
   const uint8_t *weight;
   float *y;
-  int64_t x_stride, y_stride, num_rows, num_outputs, num_groups;
-} Product;
+  int64_t x_stride, y_stride, num_rows, out_features, num_groups;
+} Gemm;
 
 INLINE int record_bytes(Form form) {
   return 2 * TILE * form.meta_bytes + TILE * form.group * form.bits / 8;
@@ -47,15 +47,15 @@ INLINE int first_bit(int input, Form form) {
   return form.bits == 4 ? 8 * (input % 4) + input % 8 / 4 * 4 : 8 * (input % 4);
 }
 
-INLINE int64_t num_tiles(const Product *p) { return (p->num_outputs + TILE - 1) / TILE; }
+INLINE int64_t num_tiles(const Gemm *p) { return (p->out_features + TILE - 1) / TILE; }
 
 /* Tiles that are worth handing to another thread, with so many inputs in all rows: about 2 us. */
-INLINE int64_t worthwhile_tiles(int64_t num_inputs) { return 1 + (1 << 15) / (num_inputs * TILE); }
+INLINE int64_t worthwhile_tiles(int64_t in_features) { return 1 + (1 << 15) / (in_features * TILE); }
 
-INLINE void write_tile(const Product *p, const float *from, int64_t row, int64_t output, int n,
+INLINE void write_tile(const Gemm *p, const float *from, int64_t row, int64_t output, int n,
                        int is_first) {
   float *to = p->y + row * p->y_stride + output;
-  if (n > p->num_outputs - output) n = (int)(p->num_outputs - output);
+  if (n > p->out_features - output) n = (int)(p->out_features - output);
   if (!is_first)
     for (int i = 0; i < n; i++) to[i] += from[i];
   else if (p->bias)

@@ -164,7 +164,7 @@ void decode_inputs(const int32_t *rows, const int64_t *last_tokens, const int32_
 
 typedef struct {
   const float *x;
-  int64_t *out;
+  int64_t *out, *is_finite;
   int64_t stride, size;
 } Largest;
 
@@ -174,17 +174,21 @@ static void largest_of_rows(const void *job, int64_t first, int64_t last) {
     const float *from = l->x + row * l->stride;
     floats most = all(-INFINITY);
     int64_t i = 0;
-    for (; i + LANES <= l->size; i += LANES)
-      most = choose(load(from + i) > most, load(from + i), most);
+    for (; i + LANES <= l->size; i += LANES) {
+      const floats x = load(from + i), here = choose(x == x, x, all(INFINITY)); /* NaN wins, too */
+      most = choose(here > most, here, most);
+    }
     float best = max_lane(most);
-    for (; i < l->size; i++) best = from[i] > best ? from[i] : best;
+    for (; i < l->size; i++) best = from[i] <= best ? best : from[i] == from[i] ? from[i] : INFINITY;
     for (i = 0; i < l->size - 1 && from[i] != best; i++) {}
     l->out[row] = i;
+    l->is_finite[row] = best > -INFINITY && best < INFINITY;
   }
 }
 
-/* The lowest index of the largest value of each row. */
+/* The lowest index of the largest value of each row, and behind these whether each row has one:
+   0 where a value is NaN or INFINITY, or all are -INFINITY. */
 void argmax(const float *x, int64_t stride, int64_t *out, int64_t num_rows, int64_t size) {
-  const Largest job = {x, out, stride, size};
+  const Largest job = {x, out, out + num_rows, stride, size};
   in_chunks(largest_of_rows, &job, num_rows, 1 + WORTHWHILE / size);
 }

@@ -40,7 +40,7 @@ INLINE floats all(float x) { return x - (floats){}; }
 #define EVERY_SECOND(a, b, n) __builtin_shufflevector(a, b, n, n + 2, n + 4, n + 6)
 #endif
 
-/* Neighbours added: first those of a, then those of b. */
+/* Neighbors added: first those of a, then those of b. */
 INLINE floats add_pairs(floats a, floats b) {
   return EVERY_SECOND(a, b, 0) + EVERY_SECOND(a, b, 1);
 }

@@ -1,4 +1,4 @@
-"""Root-mean-square norms: `rms_norm` and, with the residual add in front, `add_rms_norm`."""
+"""RMS norms: `rms_norm` and, fused with the residual add, `add_rms_norm`."""
 
 from penstock.kernels.norm.reference import add_rms_norm, rms_norm
 

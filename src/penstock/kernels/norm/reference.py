@@ -1,4 +1,4 @@
-"""The meaning of the norms, and one-call versions for the CPU.
+"""References of the norms, and one-call CPU versions.
 
 Legend: T rows (any number of leading dimensions), D the normed dimension.
 """
@@ -35,7 +35,7 @@ def add_rms_norm(
     needs=native(),
     fits=lambda x_TD, weight_D, eps: x_TD.dtype is torch.float32 and x_TD.dim() == 2,
 )
-def rms_norm_native(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_native(x_TD, weight_D, eps):
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     num_rows, size = x_TD.shape
@@ -52,9 +52,7 @@ def rms_norm_native(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     needs=native(),
     fits=lambda x_TD, residual_TD, weight_D, eps: x_TD.dtype is torch.float32 and x_TD.dim() == 2,
 )
-def add_rms_norm_native(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm_native(x_TD, residual_TD, weight_D, eps):
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     num_rows, size = x_TD.shape
     both = x_TD.new_empty((2, num_rows, size))
@@ -67,7 +65,7 @@ def add_rms_norm_native(
 
 
 @rms_norm.impl("torch", needs=cpu(), fits=lambda x_TD, weight_D, eps: x_TD.dtype is weight_D.dtype)
-def rms_norm_torch(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_torch(x_TD, weight_D, eps):
     """One fused call; its place of rounding is torch's."""
     return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
@@ -77,8 +75,6 @@ def rms_norm_torch(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     needs=cpu(),
     fits=lambda x_TD, residual_TD, weight_D, eps: x_TD.dtype is weight_D.dtype,
 )
-def add_rms_norm_torch(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm_torch(x_TD, residual_TD, weight_D, eps):
     residual_TD = x_TD + residual_TD
     return F.rms_norm(residual_TD, weight_D.shape, weight_D, eps), residual_TD

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.carveout import beside_products, divide
+from penstock.kernels.carveout import between_gemms, set_carveout
 from penstock.kernels.norm.reference import add_rms_norm, rms_norm
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -68,7 +68,7 @@ def _fits(x_TD: Tensor) -> bool:
 
 
 @rms_norm.impl("triton", needs=arch(80), fits=lambda x_TD, weight_D, eps: _fits(x_TD))
-def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x_TD, weight_D, eps):
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -84,7 +84,7 @@ def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         N=num_heads, D=size, BLOCK_D=block, ROWS=rows, num_warps=_num_warps(block * rows),
         **launch_options(x_TD),
     )  # fmt: skip
-    divide(kernel, beside_products(x_TD.shape[0]))
+    set_carveout(kernel, between_gemms(x_TD.shape[0]))
     return out_TD
 
 
@@ -93,9 +93,7 @@ def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     needs=arch(80),
     fits=lambda x_TD, residual_TD, weight_D, eps: x_TD.dim() == 2 and _fits(x_TD),
 )
-def add_rms_norm_triton(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm_triton(x_TD, residual_TD, weight_D, eps):
     assert x_TD.stride(1) == 1 and residual_TD.stride(1) == 1, (x_TD.stride(), residual_TD.stride())
     num_rows, size = x_TD.shape
     out_TD = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)
@@ -106,5 +104,5 @@ def add_rms_norm_triton(
             x_TD, residual_TD, weight_D, out_TD, sum_TD, x_TD.stride(0), residual_TD.stride(0), eps,
             D=size, BLOCK_D=block, num_warps=_num_warps(block), **launch_options(x_TD),
         )  # fmt: skip
-        divide(kernel, beside_products(num_rows))
+        set_carveout(kernel, between_gemms(num_rows))
     return out_TD, sum_TD

@@ -1,22 +1,22 @@
-"""8-bit floats: making them (`quantize_fp8`, `rms_norm_fp8`, `silu_mul_fp8`), multiplying them
-(`fp8_linear`)."""
+"""Quantization of activations: `quantize_fp8`, `quantize_int8`, and FP8 fused with the previous op
+(`rms_norm_fp8`, `silu_mul_fp8`)."""
 
-from penstock.kernels.fp8.reference import (
+from penstock.kernels.quantize.reference import (
     BLOCK,
-    LARGEST,
-    fp8_linear,
+    FP8_MAX,
+    INT8_MAX,
     quantize_fp8,
+    quantize_int8,
     rms_norm_fp8,
     silu_mul_fp8,
-    weight_values,
 )
 
 __all__ = [
     "BLOCK",
-    "LARGEST",
-    "fp8_linear",
+    "FP8_MAX",
+    "INT8_MAX",
     "quantize_fp8",
+    "quantize_int8",
     "rms_norm_fp8",
     "silu_mul_fp8",
-    "weight_values",
 ]

@@ -1,4 +1,4 @@
-"""Layers that remember a fixed amount: the short convolution, the gated delta rule, its gates."""
+"""Recurrent layers (fixed-size state): short convolution, gated delta rule, its gates."""
 
 from penstock.kernels.recurrent.reference import (
     causal_conv,

@@ -1,4 +1,4 @@
-"""The meaning of the recurrent ops, and versions for the CPU.
+"""References of the recurrent ops, and their CPU versions.
 
 What a sequence remembers lies in a slot of a pool. Each op reads the slots of the step's entries
 and leaves there what the next step begins with; an entry without a state yet begins with zeros,
@@ -134,16 +134,9 @@ def _unit(x_THK: Tensor) -> Tensor:
 
 @causal_conv.impl("torch", needs=cpu())
 def causal_conv_torch(
-    x_TX: Tensor,
-    columns_C: Tensor,
-    weight_CW: Tensor,
-    state_SPC: Tensor,
-    slots_N: Tensor,
-    has_state_N: Tensor,
-    query_starts_N1: Tensor,
-    num_decodes: int,
-) -> Tensor:
-    """All decodes at once, other entries one by one: past and inputs in a row, a product a tap."""
+    x_TX, columns_C, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, num_decodes
+):
+    """All decodes at once, other entries one by one, with a multiply-add per tap."""
     x_TC = x_TX.index_select(1, columns_C)
     num_past = state_SPC.shape[1]
     weight_WC = weight_CW.T.float()
@@ -168,17 +161,17 @@ def causal_conv_torch(
 
 @gated_delta.impl("torch", needs=cpu())
 def gated_delta_torch(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_TVD: Tensor,
-    g_TV: Tensor,
-    beta_TV: Tensor,
-    state_SVKD: Tensor,
-    slots_N: Tensor,
-    has_state_N: Tensor,
-    query_starts_N1: Tensor,
-    num_decodes: int,
-) -> Tensor:
+    q_THK,
+    k_THK,
+    v_TVD,
+    g_TV,
+    beta_TV,
+    state_SVKD,
+    slots_N,
+    has_state_N,
+    query_starts_N1,
+    num_decodes,
+):
     """All decodes in one step, other entries one by one in chunks."""
     q_THK, k_THK = _unit(q_THK) * q_THK.shape[-1] ** -0.5, _unit(k_THK)
     out_TVD = torch.empty_like(v_TVD, memory_format=torch.contiguous_format)

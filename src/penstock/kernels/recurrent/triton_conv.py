@@ -6,12 +6,12 @@ Legend: T tokens, N entries, S slots, C channels, X columns of the input, W taps
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.recurrent.reference import causal_conv
 from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles, tile_of
+from penstock.kernels.triton_math import silu
 
 _TILE = 32  # tokens of a program; at least P, so that only an entry's first tile needs its past
 _BLOCK_C = 128
@@ -58,7 +58,7 @@ def _causal_conv(
         past = tl.load(state_ptr[None, :] + (at + P) * C, mask=is_past, other=0.0)
         weight = tl.load(weight_ptr + cols * W + tap, mask=in_row, other=0.0).to(tl.float32)
         y += (x.to(tl.float32) + past.to(tl.float32)) * weight[None, :]
-    y = y / (1.0 + tl.exp(-y))
+    y = silu(y)
     rows = (start + positions).to(tl.int64)[:, None]
     tl.store(y_ptr + rows * C + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -75,15 +75,8 @@ def _causal_conv(
 
 @causal_conv.impl("triton", needs=arch(80))
 def causal_conv_triton(
-    x_TX: Tensor,
-    columns_C: Tensor,
-    weight_CW: Tensor,
-    state_SPC: Tensor,
-    slots_N: Tensor,
-    has_state_N: Tensor,
-    query_starts_N1: Tensor,
-    num_decodes: int,
-) -> Tensor:
+    x_TX, columns_C, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, num_decodes
+):
     num_channels, width = weight_CW.shape
     assert x_TX.stride(1) == 1 and weight_CW.is_contiguous() and state_SPC.is_contiguous()
     assert state_SPC.shape[1:] == (width - 1, num_channels) and width - 1 <= _TILE, state_SPC.shape

@@ -12,7 +12,6 @@ size, L tokens of a chunk.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -23,7 +22,7 @@ _CHUNK = 64
 _BLOCK_D = 32  # of the state's columns in one program: those of one head are four programs' work
 _MAX_K = 128  # a program holds all rows of its columns, and shared memory has room for no more
 
-# Of float32 matrices: three products of tensor cores instead of one keep its accuracy.
+# Of float32 matrices: three TF32 MMAs instead of one keep its accuracy.
 _PRECISION = tl.constexpr("tf32x3")
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
 
@@ -71,7 +70,7 @@ def _step(
 
 @triton.jit
 def _dot(x, y, ON_GPU: tl.constexpr):
-    if not ON_GPU:  # the interpreter takes bfloat16 for whole numbers
+    if not ON_GPU:  # the interpreter takes bfloat16 for integers
         x, y = x.to(tl.float32), y.to(tl.float32)
     return tl.dot(x, y, input_precision=_PRECISION)
 
@@ -228,17 +227,17 @@ def _walk_chunks(
 
 @gated_delta.impl("triton", needs=arch(80), fits=lambda q_THK, *rest: q_THK.shape[-1] <= _MAX_K)
 def gated_delta_triton(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_TVD: Tensor,
-    g_TV: Tensor,
-    beta_TV: Tensor,
-    state_SVKD: Tensor,
-    slots_N: Tensor,
-    has_state_N: Tensor,
-    query_starts_N1: Tensor,
-    num_decodes: int,
-) -> Tensor:
+    q_THK,
+    k_THK,
+    v_TVD,
+    g_TV,
+    beta_TV,
+    state_SVKD,
+    slots_N,
+    has_state_N,
+    query_starts_N1,
+    num_decodes,
+):
     (num_tokens, num_heads, key_size), num_entries = q_THK.shape, slots_N.shape[0]
     _, num_value_heads, value_size = v_TVD.shape
     assert q_THK.stride()[1:] == k_THK.stride()[1:] == (key_size, 1), q_THK.stride()
@@ -250,7 +249,7 @@ def gated_delta_triton(
     strides = (q_THK.stride(0), k_THK.stride(0), v_TVD.stride(0))
     block_k = max(16, triton.next_power_of_2(key_size))
     if block_k == _CHUNK:
-        block_k *= 2  # Triton 3.6 gets products of square tiles of this size wrong on an H200
+        block_k *= 2  # Triton 3.6 gets MMAs of square tiles of this size wrong on an H200
     blocks_d, options = triton.cdiv(value_size, _BLOCK_D), launch_options(q_THK)
     on_gpu = q_THK.is_cuda
     if num_decodes:

@@ -1,4 +1,4 @@
-"""What stands before and behind the gated delta rule, as one launch each.
+"""Prologue (gates) and epilogue (gated norm) of the gated delta rule, one launch each.
 
 Legend: T tokens, H key heads, V value heads, R = V / H, D value size, E = R * D.
 """
@@ -6,11 +6,11 @@ Legend: T tokens, H key heads, V value heads, R = V / H, D value size, E = R * D
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.recurrent.reference import delta_gates, rms_norm_gated
+from penstock.kernels.triton_math import sigmoid, silu
 
 _BLOCK = 256
 _TILE = 2048  # elements of a program of the norm
@@ -37,7 +37,7 @@ def _delta_gates(
     a = tl.load(b_ptr + R, mask=inside, other=0.0).to(tl.float32) + bias
     softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a)))
     tl.store(g_ptr + at, -rate * softplus, mask=inside)
-    tl.store(beta_ptr + at, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
+    tl.store(beta_ptr + at, sigmoid(b), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -59,12 +59,12 @@ def _rms_norm_gated(
     z_at = (rows // V).to(tl.int64) * stride_zt + (head // R) * stride_zh + (head % R) * D + cols
     z = tl.load(z_ptr + z_at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
-    out = x * scale * weight * z / (1.0 + tl.exp(-z))
+    out = x * scale * weight * silu(z)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @delta_gates.impl("triton", needs=arch(80))
-def delta_gates_triton(ba_THG: Tensor, rate_log_V: Tensor, bias_V: Tensor) -> tuple[Tensor, Tensor]:
+def delta_gates_triton(ba_THG, rate_log_V, bias_V):
     (num_tokens, _, width), num_heads = ba_THG.shape, rate_log_V.shape[0]
     assert ba_THG.stride()[1:] == (width, 1), ba_THG.stride()
     both = torch.empty((2, num_tokens, num_heads), dtype=torch.float32, device=ba_THG.device)
@@ -78,7 +78,7 @@ def delta_gates_triton(ba_THG: Tensor, rate_log_V: Tensor, bias_V: Tensor) -> tu
 
 
 @rms_norm_gated.impl("triton", needs=arch(80))
-def rms_norm_gated_triton(x_TVD: Tensor, z_THE: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_gated_triton(x_TVD, z_THE, weight_D, eps):
     assert x_TVD.is_contiguous() and z_THE.stride(2) == 1, (x_TVD.stride(), z_THE.stride())
     num_tokens, num_heads, size = x_TVD.shape
     out_TVD = torch.empty_like(x_TVD)

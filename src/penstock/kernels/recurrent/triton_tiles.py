@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-_FEW_ENTRIES, _MANY_ENTRIES = 64, 1024
+_SMALL_BATCH, _LARGE_BATCH = 64, 1024
 
 
 @triton.jit
@@ -24,9 +24,9 @@ def tile_of(index, starts_ptr, first_entry, num_entries, TILE: tl.constexpr, BLO
 
 def block_of_entries(num_entries: int) -> int:
     """`tile_of`'s BLOCK_N, of few sizes: each is a kernel to compile."""
-    if num_entries <= _FEW_ENTRIES:
-        return _FEW_ENTRIES
-    return max(_MANY_ENTRIES, triton.next_power_of_2(num_entries))
+    if num_entries <= _SMALL_BATCH:
+        return _SMALL_BATCH
+    return max(_LARGE_BATCH, triton.next_power_of_2(num_entries))
 
 
 def max_tiles(num_tokens: int, num_entries: int, tile: int) -> int:

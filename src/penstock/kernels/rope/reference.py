@@ -1,4 +1,4 @@
-"""The meaning of rotary position embedding and of the paged cache write.
+"""References of rotary position embedding (RoPE) and of the paged KV cache write.
 
 Legend: T tokens, H query heads, K kv heads, N heads, D head size, P positions, R rotated channels,
 B blocks, S tokens per block.
@@ -7,10 +7,10 @@ B blocks, S tokens per block.
 import torch
 from torch import Tensor
 
-from penstock.kernels.int8 import quantize_int8
 from penstock.kernels.native import library
 from penstock.kernels.norm import rms_norm
 from penstock.kernels.op import cpu, native, op
+from penstock.kernels.quantize.reference import quantize_int8
 
 
 def rotate(x_TND: Tensor, cos_sin_PR: Tensor, positions_T: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def rotate(x_TND: Tensor, cos_sin_PR: Tensor, positions_T: Tensor) -> Tensor:
 
 
 def stored(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x / scale in the cache's dtype; what an 8-bit float cannot hold becomes its largest."""
+    """x / scale in the cache's dtype; FP8 saturates."""
     if dtype.itemsize > 1:
         return x.to(dtype)
     largest = torch.finfo(dtype).max
@@ -44,7 +44,7 @@ def write(
 ) -> None:
     """cache[slot // S, :, slot % S] = what is stored of token t, for slot = slots_T[t].
 
-    With `scales_BKS` these are whole numbers, and every head's scale is written as well.
+    With `scales_BKS` the cache is INT8, and every head's scale is written as well.
     """
     block_size = cache_BKSD.shape[2]
     if scales_BKS is None:
@@ -52,7 +52,7 @@ def write(
     else:
         values_TKD, scales_TK1 = quantize_int8.reference(x_TKD, None)
         scales_BKS[slots_T // block_size, :, slots_T % block_size] = scales_TK1.squeeze(-1)
-    if cache_BKSD.dtype.itemsize == 1:  # indexed writes know no 8-bit floats
+    if cache_BKSD.dtype.itemsize == 1:  # indexed writes know no FP8
         values_TKD, cache_BKSD = values_TKD.view(torch.uint8), cache_BKSD.view(torch.uint8)
     cache_BKSD[slots_T // block_size, :, slots_T % block_size] = values_TKD
 
@@ -78,8 +78,8 @@ def rope_kv_write(
 
     Of the N = H + 2 K heads the first H are the queries, the next K the keys, the last the values.
     With weights, query and key heads are normed first. Queries and keys are rotated; keys and
-    values are written to the cache, divided by their scale if it holds 8-bit floats. If it holds
-    whole numbers, each head's largest becomes 127, and its scale is written, too. Returns q_THD.
+    values are written to the cache, divided by their scale if it is FP8. If it is INT8, each
+    head's largest becomes 127, and its scale is written, too. Returns q_THD.
 
     `has_gates`: there are N = 2 H + 2 K heads. A query is followed by a gate, which is not read.
     """
@@ -105,21 +105,21 @@ def rope_kv_write(
     ),
 )
 def rope_kv_write_native(
-    qkv_TND: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_sin_PR: Tensor,
-    positions_T: Tensor,
-    k_cache_BKSD: Tensor,
-    v_cache_BKSD: Tensor,
-    slots_T: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    has_gates: bool = False,
-    k_scales_BKS: Tensor | None = None,
-    v_scales_BKS: Tensor | None = None,
-) -> Tensor:
+    qkv_TND,
+    q_weight_D,
+    k_weight_D,
+    eps,
+    cos_sin_PR,
+    positions_T,
+    k_cache_BKSD,
+    v_cache_BKSD,
+    slots_T,
+    k_scale=1.0,
+    v_scale=1.0,
+    has_gates=False,
+    k_scales_BKS=None,
+    v_scales_BKS=None,
+):
     num_tokens, num_all, size = qkv_TND.shape
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
     q_step = 2 if has_gates else 1
@@ -147,22 +147,22 @@ def rope_kv_write_native(
     ),
 )
 def rope_kv_write_torch(
-    qkv_TND: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_sin_PR: Tensor,
-    positions_T: Tensor,
-    k_cache_BKSD: Tensor,
-    v_cache_BKSD: Tensor,
-    slots_T: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    has_gates: bool = False,
-    k_scales_BKS: Tensor | None = None,
-    v_scales_BKS: Tensor | None = None,
-) -> Tensor:
-    """Queries and keys side by side; for a few tokens the number of calls is the cost."""
+    qkv_TND,
+    q_weight_D,
+    k_weight_D,
+    eps,
+    cos_sin_PR,
+    positions_T,
+    k_cache_BKSD,
+    v_cache_BKSD,
+    slots_T,
+    k_scale=1.0,
+    v_scale=1.0,
+    has_gates=False,
+    k_scales_BKS=None,
+    v_scales_BKS=None,
+):
+    """Queries and keys side by side; at small batches the number of calls is the cost."""
     num_tokens, _, size = qkv_TND.shape
     num_kv_heads = k_cache_BKSD.shape[1]
     if has_gates:

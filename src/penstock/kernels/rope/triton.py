@@ -7,14 +7,14 @@ channels, B blocks, S tokens per block.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from penstock.kernels.carveout import beside_products, divide
+from penstock.kernels.carveout import between_gemms, set_carveout
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.rope.reference import rope_kv_write
+from penstock.kernels.triton_math import fp8_clamp, round_to_even
 
-_HEADS = 8  # of a program, where there are few tokens
+_HEADS = 8  # of a program, at small batches
 _MANY_TOKENS = 128
 _TILE = (
     2048  # channels of a program, where there are many; H200: gpt-oss, 8192 tokens 50 us, not 90
@@ -48,11 +48,11 @@ def _rotated(
 
 
 @triton.jit
-def _whole_numbers(x):
-    """(numbers from -127 to 127, still fp32, their scale) of each head, as `quantize_int8`."""
+def _to_int8(x):
+    """(INT8 values, still fp32, their scale) of each head, as `quantize_int8`."""
     largest = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-12)
     scale = tl.div_rn(largest, tl.zeros_like(largest) + 127.0)
-    return (tl.div_rn(x, tl.zeros_like(x) + scale) + 12582912.0) - 12582912.0, scale
+    return round_to_even(tl.div_rn(x, tl.zeros_like(x) + scale)), scale
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _rope_kv_write(
 ):  # fmt: skip
     """One program per (token, group of heads): the query's groups first, then the key's."""
     wait_for_previous(PDL)
-    let_next_start(PDL)  # not before: attention's programs would crowd where the product has ended
+    let_next_start(PDL)  # not before: attention would crowd the SMs that the GEMM has left
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     position = tl.load(positions_ptr + token)
@@ -89,14 +89,14 @@ def _rope_kv_write(
         v = tl.load(k_ptr + K * D + cols, mask=is_kv, other=0.0).to(tl.float32)
         slot = tl.load(slots_ptr + token)
         if HAS_SCALES:
-            k, k_found = _whole_numbers(k)
-            v, v_found = _whole_numbers(v)
+            k, k_found = _to_int8(k)
+            v, v_found = _to_int8(v)
             scale_to = (slot // S) * stride_s + kv_heads * S + slot % S
             tl.store(k_scales_ptr + scale_to, k_found, mask=kv_heads < K)
             tl.store(v_scales_ptr + scale_to, v_found, mask=kv_heads < K)
         elif k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:  # as stored() in the reference
-            k = tl.minimum(tl.maximum(k / k_scale, -448.0), 448.0)
-            v = tl.minimum(tl.maximum(v / v_scale, -448.0), 448.0)
+            k = fp8_clamp(k / k_scale)
+            v = fp8_clamp(v / v_scale)
         kv_to = (slot // S) * stride_b + kv_heads * (S * D) + (slot % S) * D + cols
         tl.store(k_cache_ptr + kv_to, k.to(k_cache_ptr.dtype.element_ty), mask=is_kv)
         tl.store(v_cache_ptr + kv_to, v.to(v_cache_ptr.dtype.element_ty), mask=is_kv)
@@ -104,21 +104,21 @@ def _rope_kv_write(
 
 @rope_kv_write.impl("triton", needs=arch(80))
 def rope_kv_write_triton(
-    qkv_TND: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-    cos_sin_PR: Tensor,
-    positions_T: Tensor,
-    k_cache_BKSD: Tensor,
-    v_cache_BKSD: Tensor,
-    slots_T: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    has_gates: bool = False,
-    k_scales_BKS: Tensor | None = None,
-    v_scales_BKS: Tensor | None = None,
-) -> Tensor:
+    qkv_TND,
+    q_weight_D,
+    k_weight_D,
+    eps,
+    cos_sin_PR,
+    positions_T,
+    k_cache_BKSD,
+    v_cache_BKSD,
+    slots_T,
+    k_scale=1.0,
+    v_scale=1.0,
+    has_gates=False,
+    k_scales_BKS=None,
+    v_scales_BKS=None,
+):
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
     num_tokens, num_all, size = qkv_TND.shape
     assert qkv_TND.stride()[1:] == (size, 1), qkv_TND.stride()
@@ -144,5 +144,5 @@ def rope_kv_write_triton(
         HAS_SCALES=k_scales_BKS is not None,
         num_warps=max(1, min(8, block_d * heads // 256)), **launch_options(qkv_TND),
     )  # fmt: skip
-    divide(kernel, beside_products(num_tokens))
+    set_carveout(kernel, between_gemms(num_tokens))
     return q_THD

@@ -1,10 +1,10 @@
-"""From logits to tokens: `argmax`, `gumbel_argmax`, `sampling_cutoffs`, `apply_penalties`."""
+"""From logits to tokens: `argmax`, `gumbel_argmax`, `filter_thresholds`, `apply_penalties`."""
 
 from penstock.kernels.sampling.reference import (
     apply_penalties,
     argmax,
+    filter_thresholds,
     gumbel_argmax,
-    sampling_cutoffs,
 )
 
-__all__ = ["apply_penalties", "argmax", "gumbel_argmax", "sampling_cutoffs"]
+__all__ = ["apply_penalties", "argmax", "filter_thresholds", "gumbel_argmax"]

@@ -1,11 +1,15 @@
-"""The meaning of the sampling ops, and the noise they draw.
+"""References of the sampling ops, and the noise they draw.
 
 Noise is a function, not a stream: the uniform of (seed, index, token) is a hash of the three, so a
 row draws the same whatever stands beside it in the batch, and again after it was preempted and
 recomputed.
 
+A draw says beside each token whether the row's logits were finite: 1; or 0 where one of them is NaN
+or +inf, or all are -inf. The token is then some token of the vocabulary, and means nothing. Both
+come in one tensor, so that one copy brings them to the host.
+
 Legend: L rows of logits, V vocabulary, B blocks of it, N numbers, C candidates, S slots of seen
-tokens.
+tokens, 2 a token and whether its logits were finite.
 """
 
 import torch
@@ -30,8 +34,9 @@ _FIRST_CANDIDATES = 1024  # top-p seldom needs more, and sorting all takes ten t
 
 @op(gpu_module=_TRITON)
 def argmax(logits_LV: Tensor) -> Tensor:
-    """The most likely token of each row, int64; the lowest id of equals."""
-    return logits_LV.argmax(-1)
+    """int64 [2, L]: the most likely token of each row, the lowest id of equals; and 1, or 0."""
+    best_L, ids_L = logits_LV.max(-1)
+    return torch.stack((ids_L, best_L.isfinite().long()))
 
 
 @argmax.impl(
@@ -41,14 +46,14 @@ def argmax(logits_LV: Tensor) -> Tensor:
         logits_LV.dtype is torch.float32 and logits_LV.dim() == 2 and logits_LV.shape[1] > 0
     ),
 )
-def argmax_native(logits_LV: Tensor) -> Tensor:
+def argmax_native(logits_LV):
     logits_LV = logits_LV.contiguous()
     num_rows, vocab_size = logits_LV.shape
-    out_L = torch.empty(num_rows, dtype=torch.int64)
+    out_2L = torch.empty(2, num_rows, dtype=torch.int64)
     library().argmax(  # type: ignore[union-attr]
-        logits_LV.data_ptr(), vocab_size, out_L.data_ptr(), num_rows, vocab_size
+        logits_LV.data_ptr(), vocab_size, out_2L.data_ptr(), num_rows, vocab_size
     )
-    return out_L
+    return out_2L
 
 
 @op(gpu_module=_TRITON)
@@ -57,9 +62,10 @@ def gumbel_argmax(
     temperature_L: Tensor,
     seeds_L: Tensor,
     indices_L: Tensor,
-    cutoffs_L: Tensor | None = None,
+    thresholds_L: Tensor | None = None,
 ) -> Tensor:
-    """One token id per row, int64, drawn from softmax(logits / temperature) over logits >= cutoff.
+    """int64 [2, L]: one token per row, drawn from softmax(logits / temperature) over logits >=
+    threshold; and 1, or 0.
 
     argmax(x + temperature * gumbel) of some x is a draw from softmax(x / temperature), and the
     plain argmax at temperature 0. First one of the blocks is drawn so, x being temperature *
@@ -67,8 +73,8 @@ def gumbel_argmax(
     than sums. Seeds are int64, indices (the new token's place in its sequence) int32 or int64.
     """
     logits_LV = logits_LV.float()
-    if cutoffs_L is not None:
-        logits_LV = logits_LV.masked_fill(logits_LV < cutoffs_L[:, None], -torch.inf)
+    if thresholds_L is not None:
+        logits_LV = logits_LV.masked_fill(logits_LV < thresholds_L[:, None], -torch.inf)
     size = min(DRAW_BLOCK, logits_LV.shape[-1])
     padded_LV = F.pad(logits_LV, (0, -logits_LV.shape[-1] % size), value=-torch.inf)
     logits_LBN = padded_LV.unflatten(1, (-1, size))
@@ -86,11 +92,12 @@ def gumbel_argmax(
     tokens_LN = block_L1 * size + torch.arange(size, device=logits_LV.device)
     logits_LN = logits_LBN.gather(1, block_L1[..., None].expand(-1, -1, size))[:, 0]
     drawn_LN = logits_LN + temperature_L1 * gumbel(seeds_L, indices_L, tokens_LN)
-    return tokens_LN.gather(1, drawn_LN.argmax(-1, keepdim=True))[:, 0]
+    ids_L = tokens_LN.gather(1, drawn_LN.argmax(-1, keepdim=True))[:, 0]
+    return torch.stack((ids_L, top_LB.amax(-1).isfinite().long()))
 
 
 @op(gpu_module=_TRITON)
-def sampling_cutoffs(
+def filter_thresholds(
     logits_LV: Tensor,
     temperature_L: Tensor,
     top_k_L: Tensor,
@@ -129,10 +136,10 @@ def sampling_cutoffs(
     is_kept_LC = _in_k(candidates_LC, k_L1) & in_nucleus_LC
 
     last_L1 = (is_kept_LC.sum(-1, keepdim=True) - 1).clamp(min=0)
-    cutoffs_L = candidates_LC.gather(-1, last_L1)[:, 0]
-    cutoffs_L = torch.where(has_k_L | has_p_L, cutoffs_L, -torch.inf)
-    min_p_cutoffs_L = (max_L1 + temperature_L1 * min_p_L[:, None].log())[:, 0]
-    return torch.maximum(cutoffs_L, min_p_cutoffs_L)
+    thresholds_L = candidates_LC.gather(-1, last_L1)[:, 0]
+    thresholds_L = torch.where(has_k_L | has_p_L, thresholds_L, -torch.inf)
+    min_p_thresholds_L = (max_L1 + temperature_L1 * min_p_L[:, None].log())[:, 0]
+    return torch.maximum(thresholds_L, min_p_thresholds_L)
 
 
 def _best(logits_LV: Tensor, num: int) -> Tensor:
@@ -147,7 +154,7 @@ def _in_k(candidates_LC: Tensor, k_L1: Tensor) -> Tensor:
 
 
 def _weights(candidates_LC: Tensor, max_L1: Tensor, temperature_L1: Tensor, k_L1: Tensor) -> Tensor:
-    """Those of a softmax before they are made to sum up to 1; 0 behind the k-th."""
+    """Softmax weights before normalization; 0 behind the k-th."""
     weights_LC = ((candidates_LC - max_L1) / temperature_L1).exp()
     return weights_LC * _in_k(candidates_LC, k_L1)
 
@@ -162,7 +169,7 @@ def apply_penalties(
     presence_L: Tensor,
     frequency_L: Tensor,
 ) -> None:
-    """Penalise each row of fp32 logits, in place, by what its slot has seen.
+    """Penalize each row of fp32 logits, in place, by what its slot has seen.
 
     A token of prompt or output: positive logits are divided by `repetition`, negative ones
     multiplied. A token of the output: minus `presence`, minus `frequency` times its count.

@@ -6,7 +6,6 @@ Legend as in the reference; every kernel reads fp32, fp16 or bf16 logits and com
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from penstock.kernels.op import arch
 from penstock.kernels.sampling import reference
@@ -52,6 +51,18 @@ def gumbel(bits):
 
 
 @triton.jit
+def _nan_to_inf(x):
+    """A NaN compares with nothing; as infinity it is the largest, and reaches the end of a search
+    for that."""
+    return tl.where(x == x, x, float("inf"))  # noqa: PLR0124 - false of a NaN
+
+
+@triton.jit
+def _is_finite(best):
+    return ((best > float("-inf")) & (best < float("inf"))).to(tl.int64)
+
+
+@triton.jit
 def _best_of_split(
     logits_ptr, best_scores_ptr, best_ids_ptr, vocab_size, row_stride, SPLIT: tl.constexpr
 ):
@@ -61,130 +72,125 @@ def _best_of_split(
     logits = tl.load(
         logits_ptr + row * row_stride + tokens, mask=tokens < vocab_size, other=float("-inf")
     ).to(tl.float32)
-    best_score, best = tl.max(logits, 0, return_indices=True)
+    best_score, best = tl.max(_nan_to_inf(logits), 0, return_indices=True)
     out = row * tl.num_programs(1) + split
     tl.store(best_scores_ptr + out, best_score)
     tl.store(best_ids_ptr + out, split * SPLIT + best)
 
 
 @triton.jit
-def _best_of_splits(
-    best_scores_ptr, best_ids_ptr, ids_ptr, num_splits, vocab_size, SPLITS: tl.constexpr
-):
-    """ids[row] = token of the best split, the first of equals; one program per row."""
+def _best_of_splits(best_scores_ptr, best_ids_ptr, drawn_ptr, num_splits, SPLITS: tl.constexpr):
+    """drawn[:, row] = token of the best split, the first of equals, and whether its logit is
+    finite; one program per row."""
     row = tl.program_id(0)
     splits = tl.arange(0, SPLITS)
     is_split = splits < num_splits
     scores = tl.load(
         best_scores_ptr + row * num_splits + splits, mask=is_split, other=float("-inf")
     )
-    best = tl.argmax(scores, 0)
-    # A row of NaN compares with nothing; it still has to name a token of the vocabulary.
-    best = tl.minimum(best, num_splits - 1)
+    best_score, best = tl.max(scores, 0, return_indices=True)
     token = tl.load(best_ids_ptr + row * num_splits + best)
-    tl.store(ids_ptr + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
+    tl.store(drawn_ptr + row, token.to(tl.int64))
+    tl.store(drawn_ptr + tl.num_programs(0) + row, _is_finite(best_score))
 
 
 @reference.argmax.impl("triton", needs=arch(80))
-def argmax(logits_LV: Tensor) -> Tensor:
+def argmax(logits_LV):
     num_rows, vocab_size = logits_LV.shape
     assert logits_LV.stride(1) == 1, logits_LV.stride()
     num_splits = triton.cdiv(vocab_size, _SPLIT)
     scores_LS = logits_LV.new_empty((num_rows, num_splits), dtype=torch.float32)
     best_LS = logits_LV.new_empty((num_rows, num_splits), dtype=torch.int32)
-    ids_L = logits_LV.new_empty(num_rows, dtype=torch.int64)
+    drawn_2L = logits_LV.new_empty((2, num_rows), dtype=torch.int64)
     if num_rows:
         _best_of_split[num_rows, num_splits](
             logits_LV, scores_LS, best_LS, vocab_size, logits_LV.stride(0), SPLIT=_SPLIT,
             num_warps=8,
         )  # fmt: skip
         _best_of_splits[num_rows,](
-            scores_LS, best_LS, ids_L, num_splits, vocab_size,
+            scores_LS, best_LS, drawn_2L, num_splits,
             SPLITS=triton.next_power_of_2(num_splits),
         )  # fmt: skip
-    return ids_L
+    return drawn_2L
 
 
 @triton.jit
 def _allowed(
-    logits_ptr, cutoffs_ptr, row, tokens, vocab_size, row_stride, HAS_CUTOFF: tl.constexpr
+    logits_ptr, thresholds_ptr, row, tokens, vocab_size, row_stride, HAS_THRESHOLD: tl.constexpr
 ):
-    """Logits in fp32; -inf where there is no token, or one below the cutoff."""
+    """Logits in fp32, NaN as inf; -inf where there is no token, or one below the threshold."""
     x = tl.load(
         logits_ptr + row * row_stride + tokens, mask=tokens < vocab_size, other=float("-inf")
     ).to(tl.float32)
-    if HAS_CUTOFF:
-        x = tl.where(x >= tl.load(cutoffs_ptr + row), x, float("-inf"))
+    x = _nan_to_inf(x)
+    if HAS_THRESHOLD:
+        x = tl.where(x >= tl.load(thresholds_ptr + row), x, float("-inf"))
     return x
 
 
 @triton.jit
 def _sum_blocks(
-    logits_ptr, temperature_ptr, cutoffs_ptr, sums_ptr, vocab_size, row_stride, temperature_stride,
-    HAS_CUTOFF: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, temperature_ptr, thresholds_ptr, sums_ptr, vocab_size, row_stride,
+    temperature_stride, HAS_THRESHOLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sums[row, block] = temperature * log(sum of exp(x / temperature)), or at temperature 0 the
     largest x; one program each."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = _allowed(logits_ptr, cutoffs_ptr, row, tokens, vocab_size, row_stride, HAS_CUTOFF)
+    x = _allowed(logits_ptr, thresholds_ptr, row, tokens, vocab_size, row_stride, HAS_THRESHOLD)
     temperature = tl.load(temperature_ptr + row * temperature_stride)
     top = tl.max(x, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
     per_unit = _LOG2_E / tl.where(temperature > 0, temperature, 1.0)
     mass = tl.maximum(tl.sum(tl.exp2((x - shift) * per_unit), 0), 1.0)
-    tl.store(sums_ptr + row * tl.num_programs(1) + block, top + temperature * tl.log(mass))
+    total = tl.where(top == float("inf"), top, top + temperature * tl.log(mass))
+    tl.store(sums_ptr + row * tl.num_programs(1) + block, total)
 
 
 @triton.jit
 def _draw(
-    logits_ptr, temperature_ptr, seeds_ptr, indices_ptr, cutoffs_ptr, sums_ptr, ids_ptr,
+    logits_ptr, temperature_ptr, seeds_ptr, indices_ptr, thresholds_ptr, sums_ptr, drawn_ptr,
     vocab_size, num_blocks, row_stride, temperature_stride, seeds_stride,
-    HAS_CUTOFF: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ids[row] = a token of one of the blocks, both drawn as the reference says; one per row."""
+    """drawn[:, row] = a token of one of the blocks, both drawn as the reference says, and whether
+    the block's sum is finite; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * temperature_stride)
     seed, index = tl.load(seeds_ptr + row * seeds_stride), tl.load(indices_ptr + row)
     blocks = tl.arange(0, BLOCKS)
     sums_ptr += row * num_blocks
     sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=float("-inf"))
-    block = tl.argmax(sums + temperature * gumbel(hash_bits(seed, index, -1 - blocks)), 0)
-    # A row of NaN compares with nothing; it still has to name a token of the vocabulary.
-    block = tl.minimum(block, num_blocks - 1)
+    sums += temperature * gumbel(hash_bits(seed, index, -1 - blocks))
+    best_sum, block = tl.max(sums, 0, return_indices=True)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = _allowed(logits_ptr, cutoffs_ptr, row, tokens, vocab_size, row_stride, HAS_CUTOFF)
+    x = _allowed(logits_ptr, thresholds_ptr, row, tokens, vocab_size, row_stride, HAS_THRESHOLD)
     best = tl.argmax(x + temperature * gumbel(hash_bits(seed, index, tokens)), 0)
-    tl.store(ids_ptr + row, tl.minimum(block * BLOCK + best, vocab_size - 1).to(tl.int64))
+    tl.store(drawn_ptr + row, tl.minimum(block * BLOCK + best, vocab_size - 1).to(tl.int64))
+    tl.store(drawn_ptr + tl.num_programs(0) + row, _is_finite(best_sum))
 
 
 @reference.gumbel_argmax.impl("triton", needs=arch(80))
-def gumbel_argmax(
-    logits_LV: Tensor,
-    temperature_L: Tensor,
-    seeds_L: Tensor,
-    indices_L: Tensor,
-    cutoffs_L: Tensor | None = None,
-) -> Tensor:
+def gumbel_argmax(logits_LV, temperature_L, seeds_L, indices_L, thresholds_L=None):
     num_rows, vocab_size = logits_LV.shape
     assert logits_LV.stride(1) == 1, logits_LV.stride()
-    assert indices_L.is_contiguous() and (cutoffs_L is None or cutoffs_L.is_contiguous())
+    assert indices_L.is_contiguous() and (thresholds_L is None or thresholds_L.is_contiguous())
     num_blocks = triton.cdiv(vocab_size, _DRAW_BLOCK)
     sums_LB = logits_LV.new_empty((num_rows, num_blocks), dtype=torch.float32)
-    ids_L = logits_LV.new_empty(num_rows, dtype=torch.int64)
+    drawn_2L = logits_LV.new_empty((2, num_rows), dtype=torch.int64)
     if num_rows:
         _sum_blocks[num_rows, num_blocks](
-            logits_LV, temperature_L, cutoffs_L, sums_LB,
+            logits_LV, temperature_L, thresholds_L, sums_LB,
             vocab_size, logits_LV.stride(0), temperature_L.stride(0),
-            HAS_CUTOFF=cutoffs_L is not None, BLOCK=_DRAW_BLOCK, num_warps=4,
+            HAS_THRESHOLD=thresholds_L is not None, BLOCK=_DRAW_BLOCK, num_warps=4,
         )  # fmt: skip
         _draw[num_rows,](
-            logits_LV, temperature_L, seeds_L, indices_L, cutoffs_L, sums_LB, ids_L,
+            logits_LV, temperature_L, seeds_L, indices_L, thresholds_L, sums_LB, drawn_2L,
             vocab_size, num_blocks, logits_LV.stride(0), temperature_L.stride(0),
-            seeds_L.stride(0), HAS_CUTOFF=cutoffs_L is not None,
+            seeds_L.stride(0), HAS_THRESHOLD=thresholds_L is not None,
             BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=_DRAW_BLOCK, num_warps=16,
         )  # fmt: skip
-    return ids_L
+    return drawn_2L
 
 
 @triton.jit
@@ -229,8 +235,8 @@ def _kept(
 
 
 @triton.jit
-def _search_cutoffs(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cutoffs_ptr,
+def _search_thresholds(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, thresholds_ptr,
     vocab_size, row_stride, param_stride,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -294,34 +300,27 @@ def _search_cutoffs(
                 high, high_count = middle, count
             step += 1
 
-    cutoff = _from_key(low, SHIFT)
+    threshold = _from_key(low, SHIFT)
     if min_p > 0.0:
-        cutoff = tl.maximum(cutoff, top + tl.log(min_p) / inv_temperature)
-    tl.store(cutoffs_ptr + row, cutoff)
+        threshold = tl.maximum(threshold, top + tl.log(min_p) / inv_temperature)
+    tl.store(thresholds_ptr + row, threshold)
 
 
-@reference.sampling_cutoffs.impl("triton", needs=arch(80))
-def sampling_cutoffs(
-    logits_LV: Tensor,
-    temperature_L: Tensor,
-    top_k_L: Tensor,
-    top_p_L: Tensor,
-    min_p_L: Tensor,
-    num_candidates: int,
-) -> Tensor:
+@reference.filter_thresholds.impl("triton", needs=arch(80))
+def filter_thresholds(logits_LV, temperature_L, top_k_L, top_p_L, min_p_L, num_candidates):
     num_rows, vocab_size = logits_LV.shape
     params = (temperature_L, top_k_L, top_p_L, min_p_L)
     assert logits_LV.stride(1) == 1 and len({param.stride(0) for param in params}) == 1
-    cutoffs_L = logits_LV.new_empty(num_rows, dtype=torch.float32)
+    thresholds_L = logits_LV.new_empty(num_rows, dtype=torch.float32)
     if num_rows:
-        _search_cutoffs[num_rows,](
-            logits_LV, *params, cutoffs_L,
+        _search_thresholds[num_rows,](
+            logits_LV, *params, thresholds_L,
             vocab_size, logits_LV.stride(0), temperature_L.stride(0),
             SHIFT=_UNUSED_BITS[logits_LV.dtype],
             BLOCK=min(_SEARCH_BLOCK, triton.next_power_of_2(vocab_size)),
             num_warps=_SEARCH_WARPS,
         )  # fmt: skip
-    return cutoffs_L
+    return thresholds_L
 
 
 @triton.jit
@@ -352,14 +351,8 @@ def _penalize(
 
 @reference.apply_penalties.impl("triton", needs=arch(80))
 def apply_penalties(
-    logits_LV: Tensor,
-    slots_L: Tensor,
-    in_prompt_SV: Tensor,
-    output_counts_SV: Tensor,
-    repetition_L: Tensor,
-    presence_L: Tensor,
-    frequency_L: Tensor,
-) -> None:
+    logits_LV, slots_L, in_prompt_SV, output_counts_SV, repetition_L, presence_L, frequency_L
+):
     params = (repetition_L, presence_L, frequency_L)
     num_rows, vocab_size = logits_LV.shape
     assert logits_LV.dtype == torch.float32 and logits_LV.stride(1) == 1

@@ -1,4 +1,4 @@
-"""Launch shapes of kernels that were measured: one JSON file per GPU, by op and by shape.
+"""Launch configs of kernels that were measured: one JSON file per GPU, by op and by shape.
 
 Written by `penstock tune`, never at start. The files of this package hold what was measured for a
 release; one in the cache folder (`own_file`) comes before them. What is in neither has the kernel's
@@ -18,7 +18,9 @@ from penstock.kernels.device import probe
 
 Config = TypeVar("Config")
 Entries = dict[str, dict[str, dict[str, int]]]
-"""op -> shape -> fields of the op's configuration"""
+"""op -> shape -> fields of the op's launch config"""
+_OLD_NAMES = {"tiles": "small_m", "coded": "weight_only", "experts few": "experts small_m"}
+"""Ops as files of earlier versions call them."""
 
 
 def best(op: str, default: Config, **shape: int) -> Config:
@@ -43,7 +45,8 @@ def entries(gpu: str) -> Entries:
     try:
         for text in (_shipped(gpu), _own(gpu)):
             if text is not None:
-                for op, shapes in json.loads(text)["ops"].items():
+                for name, shapes in json.loads(text)["ops"].items():
+                    op = _OLD_NAMES.get(name, name)
                     found[op] = found.get(op, {}) | shapes
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise _unusable(gpu, f"{type(error).__name__}: {error}") from error

@@ -1,8 +1,9 @@
 """`POST /v1/chat/completions`: messages in, the assistant's message out, whole or as a stream."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,17 +12,18 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.server.body import read_json
+from penstock.server.access_log import tell_access_log
+from penstock.server.auth import on_behalf, tenant_of
+from penstock.server.body import read_body
 from penstock.server.generations import Generations
 from penstock.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from penstock.server.openai.protocol import ChatRequest, parse
 from penstock.server.openai.reply import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
     ChatMessage,
-    ChatReply,
+    ChatResponse,
     Function,
     FunctionDelta,
     ToolCall,
@@ -29,52 +31,62 @@ from penstock.server.openai.reply import (
     Usage,
     new_id,
 )
+from penstock.server.openai.requests.chat import ChatRequest
+from penstock.server.openai.requests.schema import parse
 from penstock.server.sse import EventStream, TextEvents, event, until_disconnect
 from penstock.server.state import ServerState, state_of
 from penstock.text.tools.calls import joined
 from penstock.types.outputs import TextDelta, TokenLogprob, ToolCallDelta
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, GenerateInput
 
 
 async def chat_completions(request: Request) -> Response | EventStream:
     state = state_of(request)
-    asked = parse(ChatRequest, await read_json(request))
+    defaults = state.pipeline.client.info.default_sampling
+    asked, given = await read_body(request, partial(_read, defaults))
+    inputs = on_behalf(tenant_of(request), [given])
     generations = await Generations.start(
-        state.pipeline, [asked.chat_input()], state.metrics.observe, stream=asked.stream
+        state.pipeline, inputs, state.metrics.observe, stream=asked.stream
     )
-    answer = Answer(asked, state, generations)
+    responder = ChatResponder(asked, state, generations)
+    tell_access_log(request.scope, responder.id, generations)
     if asked.stream:
-        return EventStream(generations, answer.event, answer.last_event)
+        return EventStream(generations, responder)
     async with aclosing(generations):
-        reply = await until_disconnect(request.receive, answer.whole())
+        reply = await until_disconnect(request.receive, responder.reply())
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-class Answer:
-    """One request's answer: one id, model and time over all its chunks."""
+def _read(defaults: Mapping[str, Any], body: Any) -> tuple[ChatRequest, GenerateInput]:
+    asked = parse(ChatRequest, body)
+    return asked, asked.chat_input(defaults)
+
+
+class ChatResponder:
+    """Writes one request's response: one id, model and time over all its chunks."""
 
     def __init__(self, asked: ChatRequest, state: ServerState, generations: Generations) -> None:
         self._asked = asked
         self._names = state.names
         self._generations = generations
-        self._id = new_id("chatcmpl")
+        self.id = new_id("chatcmpl")
         self._created = int(time.time())
-        self._model = state.model_name if asked.model is None else asked.model
+        self._model = state.model_name  # what runs, whatever name was asked for
         self._echo = _echo(asked)
         self._shows_ids = not asked.detokenize or state.pipeline.tokenizer is None
         # Between its first and its last, an event mostly brings text and nothing else.
         self._is_plain = not (asked.streams_usage_always or asked.logprobs or self._shows_ids)
         self._text_events: dict[int, TextEvents] = {}  # by sample, once it has begun
-        self._thought_events: dict[int, TextEvents] = {}
+        self._reasoning_events: dict[int, TextEvents] = {}
         self._begun: set[int] = set()
         self._callers: set[int] = set()  # samples that have called a tool
         self._max_calls = 1 if asked.parallel_tool_calls is False else None
         self._prompt_entries: list[TokenLogprob] = []
 
-    async def whole(self) -> ChatReply:
+    async def reply(self) -> ChatResponse:
         [samples] = await self._generations.collect()
-        return ChatReply(
-            id=self._id,
+        return ChatResponse(
+            id=self.id,
             created=self._created,
             model=self._model,
             choices=[self._choice(sample) for sample in samples],
@@ -102,11 +114,13 @@ class Answer:
             token_ids=list(sample.token_ids) if self._shows_ids else UNSET,
         )
 
-    def event(self, prompt: int, delta: TextDelta) -> bytes:
+    def event(self, prompt_index: int, delta: TextDelta) -> bytes:
         index = delta.index
         if delta.finish is None and not delta.tool_calls and index in self._text_events:
-            thought = self._thought_events[index].event(delta.reasoning) if delta.reasoning else b""
-            return thought + self._text_events[index].event(delta.text) if delta.text else thought
+            data = b""
+            if delta.reasoning:
+                data = self._reasoning_events[index].event(delta.reasoning)
+            return data + self._text_events[index].event(delta.text) if delta.text else data
         if index == 0:
             self._prompt_entries += delta.prompt_logprobs
         data = b""
@@ -138,13 +152,13 @@ class Answer:
         self._begun.add(index)
         if self._is_plain:
             self._text_events[index] = self._events_of(index, lambda text: ChatDelta(content=text))
-            self._thought_events[index] = self._events_of(
+            self._reasoning_events[index] = self._events_of(
                 index, lambda text: ChatDelta(reasoning_content=text)
             )
         opening = ChatDelta(role="assistant", content=self._echo)
         return self._event(
             [ChatChunkChoice(index=index, delta=opening)],
-            prompt=UNSET if index else self._prompt_logprobs(self._prompt_entries),
+            prompt_logprobs=UNSET if index else self._prompt_logprobs(self._prompt_entries),
         )
 
     def _events_of(self, index: int, delta_of: Callable[[str], ChatDelta]) -> TextEvents:
@@ -179,25 +193,25 @@ class Answer:
         self,
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType = UNSET,
-        prompt: list[Any] | UnsetType = UNSET,
+        prompt_logprobs: list[Any] | UnsetType = UNSET,
     ) -> bytes:
         if usage is UNSET and self._asked.streams_usage_always:
             usage = Usage.of(self._generations.usage())
-        return event(self._chunk(choices, usage, prompt))
+        return event(self._chunk(choices, usage, prompt_logprobs))
 
     def _chunk(
         self,
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType = UNSET,
-        prompt: list[Any] | UnsetType = UNSET,
+        prompt_logprobs: list[Any] | UnsetType = UNSET,
     ) -> ChatChunk:
         return ChatChunk(
-            id=self._id,
+            id=self.id,
             created=self._created,
             model=self._model,
             choices=choices,
             usage=usage,
-            prompt_logprobs=prompt,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _prompt_logprobs(self, entries: list[TokenLogprob]) -> list[Any] | UnsetType:
@@ -232,7 +246,7 @@ def _finish_reason(delta: TextDelta, has_called: bool) -> str:
 
 
 def _echo(asked: ChatRequest) -> str:
-    """With `echo` the answer begins with the words of the assistant that it continues."""
+    """With `echo` the completion begins with the words of the assistant that it continues."""
     last = asked.messages[-1]
     if not asked.echo or last["role"] != "assistant":
         return ""

@@ -1,8 +1,11 @@
 """`POST /v1/completions`: one or many prompts in, text out, whole or as a stream."""
 
 import time
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -10,59 +13,61 @@ from starlette.responses import Response
 
 from penstock.errors import RequestError
 from penstock.frontend.pipeline import Generation
-from penstock.server.body import read_json
+from penstock.server.access_log import tell_access_log
+from penstock.server.auth import on_behalf, tenant_of
+from penstock.server.body import read_body
 from penstock.server.generations import Generations
 from penstock.server.openai.logprobs import CompletionWriter, prompt_logprobs
-from penstock.server.openai.protocol import CompletionRequest, parse
 from penstock.server.openai.reply import (
     CompletionChoice,
     CompletionLogprobs,
-    CompletionReply,
+    CompletionResponse,
     Usage,
     new_id,
 )
+from penstock.server.openai.requests.completions import CompletionRequest
+from penstock.server.openai.requests.schema import parse
 from penstock.server.sse import EventStream, TextEvents, event, until_disconnect
 from penstock.server.state import ServerState, state_of
 from penstock.types.outputs import TextDelta, TokenLogprob
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, GenerateInput
 
 
 async def completions(request: Request) -> Response | EventStream:
     state = state_of(request)
-    asked = parse(CompletionRequest, await read_json(request))
+    defaults = state.pipeline.client.info.default_sampling
+    asked, inputs = await read_body(request, partial(_read, defaults))
     if asked.echo and state.pipeline.tokenizer is None:
         raise RequestError("unsupported", "echo needs a tokenizer, the server runs without", "echo")
-    inputs = asked.inputs()
-    num_sequences = len(inputs) * inputs[0].sampling.num_samples
-    if num_sequences > (max_queued := state.pipeline.client.info.max_queued):
-        raise RequestError(
-            "invalid_value",
-            f"{len(inputs)} prompts make {num_sequences} sequences, at most {max_queued} may be "
-            "open; send fewer at a time or raise max_queued_requests",
-            "prompt",
-        )
+    inputs = on_behalf(tenant_of(request), inputs)
     generations = await Generations.start(
         state.pipeline, inputs, state.metrics.observe, stream=asked.stream
     )
-    answer = Answer(asked, state, generations)
+    responder = CompletionResponder(asked, state, generations)
+    tell_access_log(request.scope, responder.id, generations)
     if asked.stream:
-        return EventStream(generations, answer.event, answer.last_event)
+        return EventStream(generations, responder)
     async with aclosing(generations):
-        reply = await until_disconnect(request.receive, answer.whole())
+        reply = await until_disconnect(request.receive, responder.reply())
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-class Answer:
-    """One request's answer: one id, model and time over all its chunks."""
+def _read(defaults: Mapping[str, Any], body: Any) -> tuple[CompletionRequest, list[GenerateInput]]:
+    asked = parse(CompletionRequest, body)
+    return asked, asked.inputs(defaults)
+
+
+class CompletionResponder:
+    """Writes one request's response: one id, model and time over all its chunks."""
 
     def __init__(
         self, asked: CompletionRequest, state: ServerState, generations: Generations
     ) -> None:
         self._asked = asked
         self._generations = generations
-        self._id = new_id("cmpl")
+        self.id = new_id("cmpl")
         self._created = int(time.time())
-        self._model = state.model_name if asked.model is None else asked.model
+        self._model = state.model_name  # what runs, whatever name was asked for
         # Between its first and its last, an event brings text and nothing else.
         self._is_plain = not (
             asked.streams_usage_always
@@ -72,24 +77,24 @@ class Answer:
         )
         self._text_events: dict[int, TextEvents] = {}  # by choice, once it has begun
         self._choices = [
-            _prompt_choices(asked, state, one, first_index=prompt * asked.n)
-            for prompt, one in enumerate(generations.running)
+            _prompt_choices(asked, state, one, first_index=prompt_index * asked.n)
+            for prompt_index, one in enumerate(generations.running)
         ]
 
-    async def whole(self) -> CompletionReply:
+    async def reply(self) -> CompletionResponse:
         written = []
-        for prompt, samples in enumerate(await self._generations.collect()):
+        for prompt_index, samples in enumerate(await self._generations.collect()):
             for sample in samples:
-                choice = self._choices[prompt][sample.index].write(sample)
+                choice = self._choices[prompt_index][sample.index].write(sample)
                 assert choice is not None, "a finished sample is always written"
                 written.append(choice)
         return self._reply(written, self._usage())
 
-    def event(self, prompt: int, delta: TextDelta) -> bytes:
-        index = prompt * self._asked.n + delta.index
+    def event(self, prompt_index: int, delta: TextDelta) -> bytes:
+        index = prompt_index * self._asked.n + delta.index
         if delta.finish is None and (plain := self._text_events.get(index)) is not None:
             return plain.event(delta.text) if delta.text else b""
-        choice = self._choices[prompt][delta.index].write(delta)
+        choice = self._choices[prompt_index][delta.index].write(delta)
         if choice is None:
             return b""
         if self._is_plain and delta.finish is None:
@@ -104,9 +109,9 @@ class Answer:
             return b""
         return event(self._reply([], self._usage()))
 
-    def _reply(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionReply:
-        return CompletionReply(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage
+    def _reply(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.id, created=self._created, model=self._model, choices=choices, usage=usage
         )
 
     def _usage(self) -> Usage:
@@ -188,10 +193,11 @@ class _Choice:
             return
         tokenizer = self._state.pipeline.tokenizer
         assert tokenizer is not None
+        prompt_ids = list(map(int, generation.prompt_ids))
         choice.text = (
-            tokenizer.decode(generation.prompt_ids, skip_special_tokens=False)
+            tokenizer.decode(prompt_ids, skip_special_tokens=False)
             if generation.prompt_text is None
             else generation.prompt_text
         )
         if choice.logprobs is not None:
-            self._writer.write_prompt(choice.logprobs, generation.prompt_ids, self._prompt_entries)
+            self._writer.write_prompt(choice.logprobs, prompt_ids, self._prompt_entries)

@@ -5,9 +5,9 @@ from typing import Any
 
 from penstock.server.openai.reply import (
     ChatLogprobs,
-    ChosenToken,
+    ChatTokenLogprob,
     CompletionLogprobs,
-    TokenChance,
+    TopLogprob,
 )
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.outputs import TokenLogprob
@@ -31,17 +31,17 @@ class TokenNames:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def chance(self, token_id: int, logprob: float) -> TokenChance:
+    def top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
         raw = self.raw(token_id)
-        return TokenChance(self.name(token_id), logprob, None if raw is None else list(raw))
+        return TopLogprob(self.name(token_id), logprob, None if raw is None else list(raw))
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob], names: TokenNames) -> ChatLogprobs:
     chosen = []
     for entry in entries:
-        one = names.chance(entry.token_id, entry.logprob)
-        top = [names.chance(*pair) for pair in entry.top]
-        chosen.append(ChosenToken(one.token, one.logprob, one.bytes, top))
+        one = names.top_logprob(entry.token_id, entry.logprob)
+        top = [names.top_logprob(*pair) for pair in entry.top]
+        chosen.append(ChatTokenLogprob(one.token, one.logprob, one.bytes, top))
     return ChatLogprobs(chosen)
 
 

@@ -1,10 +1,11 @@
-"""`GET /v1/models`: the one model this server has."""
+"""`GET /v1/models` and `GET /v1/models/{id}`: the one model this server has."""
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.server.state import state_of
+from penstock.server.state import ServerState, state_of
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -16,11 +17,20 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 async def models(request: Request) -> Response:
-    state = state_of(request)
-    card = ModelCard(
+    reply = {"object": "list", "data": [_card(state_of(request))]}
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+async def model(request: Request) -> Response:
+    state, asked = state_of(request), request.path_params["model"]
+    if asked != state.model_name:
+        raise HTTPException(404, f"there is no model '{asked}', only '{state.model_name}'")
+    return Response(msgspec.json.encode(_card(state)), media_type="application/json")
+
+
+def _card(state: ServerState) -> ModelCard:
+    return ModelCard(
         id=state.model_name,
         created=state.created,
         max_model_len=state.pipeline.client.info.max_seq_len,
     )
-    reply = {"object": "list", "data": [card]}
-    return Response(msgspec.json.encode(reply), media_type="application/json")

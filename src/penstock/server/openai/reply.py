@@ -52,8 +52,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[Any] | UnsetType = UNSET
 
 
-class CompletionReply(msgspec.Struct, kw_only=True):
-    """A whole answer, and also one chunk of a stream."""
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """A whole response, and also one chunk of a stream."""
 
     id: str
     object: str = "text_completion"
@@ -64,21 +64,21 @@ class CompletionReply(msgspec.Struct, kw_only=True):
     prompt_token_ids: None = None
 
 
-class TokenChance(msgspec.Struct):
+class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class ChosenToken(msgspec.Struct):
+class ChatTokenLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int] | None
-    top_logprobs: list[TokenChance]
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
-    content: list[ChosenToken]
+    content: list[ChatTokenLogprob]
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -111,7 +111,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatReply(msgspec.Struct, kw_only=True):
+class ChatResponse(msgspec.Struct, kw_only=True):
     id: str
     object: str = "chat.completion"
     created: int

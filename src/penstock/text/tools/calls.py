@@ -1,7 +1,7 @@
-"""Tool calls as they are found in an answer: numbered, named once, their arguments in pieces."""
+"""Tool calls as they are found in an output: numbered, named once, their arguments in pieces."""
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock.types.outputs import ToolCall, ToolCallDelta
 
@@ -21,19 +21,25 @@ def joined(news: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
     )
 
 
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
 class Calls:
     """What parsers write calls into; `take` gives the news, one entry per call."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_id: Callable[[], str] = _new_id) -> None:
+        self._new_id = new_id
         self.count = 0
         self._news: list[ToolCallDelta] = []
         self._id = self._name = ""
         self._arguments: list[str] = []
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, call_id: str = "") -> None:
+        """`call_id`: the one that the model gave it."""
         self._close_entry()
         self.count += 1
-        self._id, self._name = f"call_{uuid.uuid4().hex[:24]}", name
+        self._id, self._name = call_id or self._new_id(), name
 
     def add(self, arguments: str) -> None:
         self._arguments.append(arguments)

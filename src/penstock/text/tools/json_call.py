@@ -1,87 +1,27 @@
-"""Takes tool calls out of an answer: `<tool_call>{"name": .., "arguments": ..}</tool_call>`.
+"""Reads one tool call that is a JSON object: `{"name": .., "arguments": ..}`.
 
-The JSON is followed character by character, so a mark inside one of its strings is part of it, and
-arguments are passed on as they come, letter for letter. A block whose name cannot be read is text
-of the answer. Blanks between text and calls are dropped. Text in pieces of any size; every
-character is looked at a fixed number of times.
+The JSON is followed character by character, so a tag inside one of its strings is part of it, and
+arguments are passed on as they come, letter for letter. An object whose name cannot be read is
+text. `JsonArguments` reads the object of a call that was named before it.
 """
 
 import json
 import re
+from collections.abc import Container
 from enum import Enum, auto
 
-from penstock.text.marks import Trimmed, first_possible_start
+from penstock.text.tools.call_parser import After, Ended
 from penstock.text.tools.calls import Calls
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # A block that has not named its tool after so many characters is text.
 _MAX_UNNAMED_CHARS = 1 << 16
 _NO_ARGUMENTS = "{}"
 
-_OPEN = re.compile(re.escape(OPEN))
-_EITHER = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
 _NOT_BLANK = re.compile(r"[^ \t\r\n]")
 _STRING_EVENT = re.compile(r'["\\]')
 _NESTED_EVENT = re.compile(r'["{}\[\]<]')  # JSON has no < outside its strings
 _SCALAR_END = re.compile(r"[ \t\r\n,}\]<]")
-
-
-class HermesParser:
-    def __init__(self) -> None:
-        self._calls = Calls()
-        self._call: _Call | None = None  # the block that is being read
-        self._after_call = False  # its closing mark may still come
-        self._held = ""
-        self._text = Trimmed(from_start=False)
-
-    @property
-    def calls(self) -> Calls:
-        return self._calls
-
-    def push(self, text: str) -> str:
-        """New text of the answer; news of calls are in `calls`."""
-        text, self._held = self._held + text, ""
-        said: list[str] = []
-        at = 0
-        while at < len(text):
-            read = self._read_text if self._call is None else self._read_call
-            at = read(text, at, said)
-        return "".join(said)
-
-    def finish(self) -> str:
-        """What was held back for a mark or a name that never came."""
-        said = self._text.push(self._held)
-        self._held = ""
-        if self._call is not None:
-            said += self._text.push(self._call.finish())
-            self._call = None
-        return said if self._calls.count else said + self._text.blanks()
-
-    def _read_text(self, text: str, at: int, said: list[str]) -> int:
-        pattern = _EITHER if self._after_call else _OPEN
-        if (mark := pattern.search(text, at)) is None:
-            marks = (OPEN, CLOSE) if self._after_call else (OPEN,)
-            safe = max(at, first_possible_start(text, marks))
-            said.append(self._text.push(text[at:safe]))
-            self._held = text[safe:]
-            return len(text)
-        said.append(self._text.push(text[at : mark.start()]))
-        self._after_call = False
-        if mark[0] == OPEN:
-            self._call = _Call(self._calls)
-        return mark.end()
-
-    def _read_call(self, text: str, at: int, said: list[str]) -> int:
-        assert self._call is not None
-        end = self._call.read(text, at)
-        match self._call.at:
-            case _At.DONE:
-                self._text = Trimmed()  # with the blanks before the call
-                self._call, self._after_call = None, True
-            case _At.NO_CALL:
-                said.append(self._text.push(self._call.finish()))
-                self._call = None
-        return end
+_KEYS = ("arguments", "parameters")  # Llama says the latter
 
 
 class _At(Enum):
@@ -101,21 +41,35 @@ class _At(Enum):
     NO_CALL = auto()  # it is not one
 
 
-class _Call:
-    """Reads the object of one block. Until the name is known everything is kept."""
+class JsonCall:
+    """Until the name is known everything is kept. `names`: those that count; None: every one."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        head: str,
+        after: After,
+        names: Container[str] | None = None,
+    ) -> None:
         self.at = _At.OBJECT
+        self.after = after
         self._calls = calls
+        self._names = names
         self._is_named = False
         self._has_arguments = False  # they have been passed on, whole
-        self._raw = [OPEN]
+        self._raw = [head]
         self._num_raw = 0
         self._key = ""
         self._value: list[str] = []  # of the key or value being read, unless it is passed on
         self._waiting: str | None = None  # arguments that came before the name
         self._depth = 0
         self._is_escaped = False
+
+    @property
+    def ended(self) -> Ended | None:
+        if self.at is _At.NO_CALL:
+            return Ended.TEXT
+        return Ended.CALL if self.at is _At.DONE else None
 
     def read(self, text: str, at: int) -> int:
         """Go on at `at`; where it stopped: at the end of the text, or of the block."""
@@ -137,11 +91,11 @@ class _Call:
             self.at = _At.NO_CALL
         return at
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """The block is over. What is left of it as text: all of it, if it made no call."""
         if not self._is_named:
             return "".join(self._raw)
-        if self.at is _At.STRING and self._key == "arguments" and not self._has_arguments:
+        if self.at is _At.STRING and self._key in _KEYS and not self._has_arguments:
             self._calls.add("".join(self._value))
         return ""
 
@@ -202,7 +156,7 @@ class _Call:
             self.at = _At.NESTED
         elif self.at is _At.STRING:
             self._end_value()
-        elif (key := _decoded("".join(self._value))) is None:
+        elif (key := decoded("".join(self._value))) is None:
             self._break_off()
         else:
             self._key, self.at = key, _At.COLON
@@ -241,7 +195,7 @@ class _Call:
 
     def _take(self, text: str) -> None:
         """A piece of the key or value: arguments go out at once, if that is possible."""
-        is_arguments = self._key == "arguments" and self.at not in (_At.KEY_TEXT, _At.STRING)
+        is_arguments = self._key in _KEYS and self.at not in (_At.KEY_TEXT, _At.STRING)
         if is_arguments and self._is_named:
             if not self._has_arguments:
                 self._calls.add(text)
@@ -252,13 +206,14 @@ class _Call:
         is_string, self.at = self.at is _At.STRING, _At.COMMA
         value = "".join(self._value)
         if self._key == "name" and not self._is_named:
-            if is_string and (name := _decoded(value)):
+            name = decoded(value) if is_string else None
+            if name and (self._names is None or name in self._names):
                 self._name(name)
             else:
                 self.at = _At.NO_CALL
-        elif self._key == "arguments":
+        elif self._key in _KEYS:
             # Some models write the object as a string that holds its JSON.
-            value = (_decoded(value) or "") if is_string else value
+            value = (decoded(value) or "") if is_string else value
             if not self._is_named:
                 self._waiting = self._waiting or value
             elif not self._has_arguments:
@@ -281,10 +236,70 @@ class _Call:
         self.at = _At.DONE if self._is_named else _At.NO_CALL
 
 
-def _decoded(string: str) -> str | None:
+def decoded(string: str) -> str | None:
     """What a JSON string says; None if it is none."""
     try:
-        said = str(json.loads(string, strict=False))
+        return whole_characters(str(json.loads(string, strict=False)))
     except ValueError:
         return None
-    return said.encode("utf8", "replace").decode()  # an escape may stand for half a character
+
+
+def whole_characters(text: str) -> str:
+    """Escapes may stand for halves of a character: joined, or replaced if one is alone."""
+    if text.isascii():
+        return text
+    joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    return joined.encode("utf8", "replace").decode()
+
+
+class JsonArguments:
+    """The arguments of a call that is named already, passed on letter for letter."""
+
+    def __init__(self, calls: Calls, after: After) -> None:
+        self.ended: Ended | None = None
+        self.after = after
+        self._calls = calls
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def read(self, text: str, at: int) -> int:
+        if self._depth == 0 and text[at] != "{":
+            self._calls.add(_NO_ARGUMENTS)
+            self.ended = Ended.CALL
+            return at
+        start = at
+        while at < len(text) and self.ended is None:
+            at = self._read_string(text, at) if self._in_string else self._read_nested(text, at)
+        self._calls.add(text[start:at])
+        return at
+
+    def flush(self) -> str:
+        return ""
+
+    def _read_string(self, text: str, at: int) -> int:
+        if self._is_escaped:
+            self._is_escaped = False
+            return at + 1
+        if (found := _STRING_EVENT.search(text, at)) is None:
+            return len(text)
+        self._is_escaped = found[0] != '"'
+        self._in_string = self._is_escaped
+        return found.end()
+
+    def _read_nested(self, text: str, at: int) -> int:
+        if (found := _NESTED_EVENT.search(text, at)) is None:
+            return len(text)
+        match found[0]:
+            case "{" | "[":
+                self._depth += 1
+            case "}" | "]":
+                self._depth -= 1
+            case '"':
+                self._in_string = True
+            case _:  # it broke off
+                self.ended = Ended.CALL
+                return found.start()
+        if self._depth == 0:
+            self.ended = Ended.CALL
+        return found.end()

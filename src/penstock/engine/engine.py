@@ -1,0 +1,179 @@
+"""`Engine`: rank 0's executor, the scheduler and their loop, built in order and run.
+
+This package is the only one that knows both `core` and `runtime`.
+"""
+
+import time
+from dataclasses import asdict, replace
+
+from penstock import log
+from penstock.config.resolve import resolve
+from penstock.config.run import RunConfig
+from penstock.config.schema import EngineConfig
+from penstock.core.gates import LeaderGate
+from penstock.core.kv.manager import KVManager
+from penstock.core.loop import EngineLoop
+from penstock.core.scheduler import Scheduler
+from penstock.engine.cache_groups import cache_group
+from penstock.engine.iteration import describe_step
+from penstock.engine.mailbox import Mailbox
+from penstock.hub.folder import local_folder
+from penstock.hub.generation_config import sampling_defaults
+from penstock.ipc.messages import Deltas, EngineInfo, Fatal
+from penstock.ipc.process import ForkedWorkers
+from penstock.kernels.device import probe
+from penstock.models.spec import parse_model_spec
+from penstock.parallel.mesh import RankMesh
+from penstock.runtime.compile_workers import CompileWorkers
+from penstock.runtime.executor import RankExecutor
+from penstock.runtime.memory import fitted, longest_sequence
+from penstock.runtime.model_loader import rank_device
+from penstock.runtime.model_runner import ModelRunner
+from penstock.runtime.rank import LoadedRank, finish_rank, load_rank
+from penstock.runtime.ranks import RankGroup
+from penstock.runtime.timeline import Timeline
+from penstock.types.cache_spec import CacheSize
+from penstock.types.request import client_of
+from penstock.types.setting_choice import SettingChoice
+from penstock.types.stats import EngineCounters, IterationStats
+from penstock.types.step import StepPlan
+
+_log = log.get(__name__)
+
+
+class Engine:
+    """Everything of one engine process, built in order; `run` returns when the parent says so."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        mailbox: Mailbox,
+        socket_folder: str,
+        timeline: Timeline,
+        forked: ForkedWorkers | None = None,
+    ) -> None:
+        self._mailbox = mailbox
+        with timeline.phase("find model"):
+            folder = local_folder(config.model, config.revision, weights=False)
+            self.spec = parse_model_spec(folder, config.model_kwargs)
+            self.config = resolve(config, self.spec, probe(), str(folder))
+            self._sampling = sampling_defaults(
+                config.generation_config,
+                config.override_generation_config.model_dump(),
+                config.model,
+                folder,
+            )
+        if self.config.load_format != "dummy":
+            with timeline.phase("fetch weights"):
+                local_folder(config.model, config.revision)
+        workers = CompileWorkers(self.config, self.spec, forked)
+        with timeline.phase("build kernels"):
+            workers.run(config.model_kwargs, config.log_level)
+        self._ranks = RankGroup(self.config, config.model_kwargs, socket_folder, config.log_level)
+        with timeline.phase("meet ranks"):
+            mesh = RankMesh.create(
+                0, self.config.tp_size, self._ranks.meeting_point, rank_device(self.config, 0)
+            )
+        loaded = load_rank(self.config, self.spec, mesh, timeline)
+        if config.kv_cache_config.host_cache_size and len(loaded.groups) > 1:
+            _log.warning(
+                "kv_cache_config.host_cache_size is not used: this model has windows or states, "
+                "whose blocks are not moved to host memory"
+            )
+        cache, weights = self._ranks.agree(loaded.memory.size)
+        self.config = _limited(self.config, cache)
+        runner = finish_rank(loaded, self.config, self.spec, cache, timeline)
+        workers.done()
+        self._wire(loaded, runner, cache)
+        timeline.add_rest()
+        mailbox.open(self._info(loaded, cache, [loaded.memory.weights, *weights], timeline))
+
+    def _wire(self, loaded: LoadedRank, runner: ModelRunner, cache: CacheSize) -> None:
+        config, counters = self.config, EngineCounters()
+        sizes = zip(loaded.groups, cache.num_blocks, strict=True)
+        groups = [cache_group(group, num, config) for group, num in sizes]
+        self.scheduler = Scheduler(config, [KVManager(groups, cache.num_host_blocks)], counters)
+        self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
+
+        def describe(plan: StepPlan, started: float) -> IterationStats:
+            counters.graph_replays = runner.num_graph_replays
+            seconds = time.monotonic() - started
+            return describe_step(plan, counters, config, seconds, runner.device_bytes)
+
+        self.loop = EngineLoop(
+            self.scheduler,
+            RankExecutor(runner, self._ranks.senders),
+            self._mailbox,
+            self._mailbox,
+            counters,
+            config.depth,
+            time.monotonic,
+            describe,
+        )
+
+    def _info(
+        self, loaded: LoadedRank, cache: CacheSize, weights: list[int], timeline: Timeline
+    ) -> EngineInfo:
+        config = self.config
+        max_seq_len = longest_sequence(config, cache)
+        choices = list(config.choices)
+
+        def add(name: str, value: str, reason: str) -> None:
+            choices.append(SettingChoice(name=name, value=value, reason=reason))
+
+        add("generation_config", str(self._sampling), self._sampling.reason)
+        if max_seq_len < config.max_seq_len:
+            reason = f"the cache holds {max_seq_len} tokens, fewer than {config.max_seq_len} asked"
+            add("max_seq_len", str(max_seq_len), reason)
+            _log.warning("max_seq_len is %d: %s", max_seq_len, reason)
+        if loaded.memory.states is not None:
+            add("state_slots", *loaded.memory.states_in_words(cache))
+        settings = {k: v for k, v in asdict(config).items() if k != "choices"}
+        return EngineInfo(
+            max_seq_len=max_seq_len,
+            max_num_tokens=config.max_num_tokens,
+            max_batch_size=config.max_batch_size,
+            max_queued=config.max_queued,
+            max_queued_tokens=config.max_queued_tokens,
+            chunked_prefill=config.chunked_prefill,
+            vocab_size=self.spec.vocab_size,
+            total_blocks=cache.num_blocks[0],
+            tokens_per_block=config.tokens_per_block,
+            eos_token_ids=self.spec.eos_token_ids,
+            device=probe().name,
+            config=settings | {"max_seq_len": max_seq_len},
+            choices=tuple(choices),
+            memory=loaded.memory.as_dict(cache),
+            rank_weight_bytes=tuple(weights),
+            timeline=tuple(timeline.phases),
+            default_sampling=dict(self._sampling.values),
+        )
+
+    def run(self) -> None:
+        """Serve until stopped. Whatever ends the loop, every open request gets its last event."""
+        try:
+            self.loop.run()
+        except Exception as error:
+            _log.exception("the engine loop failed")
+            self._say_goodbye(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+        self._say_goodbye("the engine is shutting down")
+        self._ranks.stop()
+
+    def _say_goodbye(self, message: str) -> None:
+        for delta in self.scheduler.fail_all(message):
+            self._mailbox.send(client_of(delta.request_id), Deltas(deltas=(delta,)))
+        self._mailbox.broadcast(Fatal(message=message))
+
+
+def _limited(config: RunConfig, cache: CacheSize) -> RunConfig:
+    """`fitted`, and where that makes a difference it is said, here and to the clients."""
+    limited = fitted(config, cache)
+    if limited is config:
+        return config
+    asked, most = config.max_batch_size, limited.max_batch_size
+    reason = f"the memory holds the states of {most} sequences at once, {asked} were asked for"
+    _log.warning("max_batch_size is %d: %s", most, reason)
+    choice = SettingChoice(name="max_batch_size", value=str(most), reason=reason)
+    others = tuple(c for c in config.choices if c.name != choice.name)
+    return replace(limited, choices=(*others, choice))

@@ -1,0 +1,37 @@
+"""`describe_step`: one iteration's figures, of the plan and the counters after its commit."""
+
+import time
+
+from penstock.config.run import RunConfig
+from penstock.types.stats import EngineCounters, IterationStats
+from penstock.types.step import StepPlan
+
+
+def describe_step(
+    plan: StepPlan,
+    counters: EngineCounters,
+    config: RunConfig,
+    seconds: float,
+    device_bytes: int,
+) -> IterationStats:
+    num_context = plan.num_entries - plan.num_decodes
+    num_reused = sum(join.num_cached // config.tokens_per_block for join in plan.joins)
+    return IterationStats(
+        iter=plan.step_id,
+        timestamp=time.time(),
+        latency_ms=seconds * 1e3,
+        num_active=counters.running,
+        num_queued=counters.waiting,
+        num_scheduled=plan.num_entries,
+        num_context=num_context,
+        num_generation=plan.num_decodes,
+        num_context_tokens=int(plan.num_tokens[plan.num_decodes :].sum()),
+        used_blocks=counters.used_blocks,
+        free_blocks=counters.total_blocks - counters.used_blocks,
+        max_blocks=counters.total_blocks,
+        tokens_per_block=config.tokens_per_block,
+        new_blocks=len(plan.growth.rows) - num_reused,
+        reused_blocks=num_reused,
+        missed_blocks=len(plan.growth.rows) - num_reused,
+        gpu_mem_bytes=device_bytes,
+    )

@@ -1,0 +1,1 @@
+"""Post-training quantization (PTQ) to public checkpoint layouts; `penstock quantize` runs it."""

@@ -1,1 +1,0 @@
-"""Makes quantised checkpoints in public layouts; `penstock quantize` is its command."""

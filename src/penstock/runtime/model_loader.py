@@ -1,0 +1,101 @@
+"""One rank's model on its device: built with its quantization schemes, then filled with weights."""
+
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from penstock.config.run import RunConfig
+from penstock.errors import ConfigError
+from penstock.kernels import native, triton_cache
+from penstock.kernels.attention.backend import get_backend
+from penstock.layers.context import ExpertsContext
+from penstock.layers.decoder import Decoder
+from penstock.models.registry import build_model
+from penstock.parallel.mesh import RankMesh
+from penstock.parallel.parameter import PlacedParameter
+from penstock.quantization.choose import choose_schemes
+from penstock.runtime.timeline import Timeline
+from penstock.types.model_spec import ModelSpec
+from penstock.weights.load import dummy_weights, load_weights
+
+
+def rank_device(config: RunConfig, rank: int) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())  # ranks fill node after node
+    torch.cuda.set_device(device)
+    return device
+
+
+def load_model(
+    config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Timeline
+) -> tuple[Decoder, torch.device, int]:
+    """(model, its device, bytes of its weights)"""
+    torch.set_num_threads(config.num_threads)
+    device = rank_device(config, mesh.rank)
+    if device.type == "cpu":
+        with timeline.phase("prepare native ops"):
+            native.set_num_threads(config.num_threads)
+            native.set_coarse(config.reduced_precision_matmul)
+    else:
+        triton_cache.use_cache_folder()
+    with timeline.phase("build model"):
+        try:
+            model = _empty_model(config, spec, mesh, device)
+        except RuntimeError as error:
+            if not _is_about_memory(error):
+                raise
+            raise ConfigError(
+                f"no memory for the weights of '{config.model}' on {config.device}: "
+                f"{str(error).splitlines()[0]}; use a smaller model, a quantized one "
+                "(or --quantization), or more GPUs (tensor_parallel_size)"
+            ) from error
+    with timeline.phase("load weights"), torch.inference_mode():
+        if config.load_format == "dummy":
+            dummy_weights(model, config.seed)
+        else:
+            path = Path(config.model_path)
+            load_weights(model, path, spec, mesh, progress=mesh.rank == 0)
+        weights = sum(cast(PlacedParameter, p).num_bytes for p in model.parameters())
+        model.finish()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return model, device, weights
+
+
+def _is_about_memory(error: RuntimeError) -> bool:
+    """On a CPU torch has no exception type for it."""
+    words = ("can't allocate memory", "not enough memory", "overflow", "Storage size")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
+def _empty_model(
+    config: RunConfig, spec: ModelSpec, mesh: RankMesh, device: torch.device
+) -> Decoder:
+    dtype, by_reference = getattr(torch, config.dtype), config.moe_backend == "reference"
+    path = None if config.load_format == "dummy" else Path(config.model_path)
+    schemes = choose_schemes(
+        spec.quantization, path, dtype, device, by_reference, config.quantization
+    )
+    experts = ExpertsContext(
+        by_reference=by_reference, max_tokens=config.moe_max_tokens, ep_size=config.ep_size
+    )
+    backend, cache_dtype = get_backend(config.attention_backend), getattr(torch, config.kv_dtype)
+    return build_model(
+        spec, mesh, dtype, device, backend, schemes, cache_dtype, experts, max_row_tokens(config)
+    )
+
+
+def max_row_tokens(config: RunConfig) -> int:
+    """Tokens of one row: a step in flight may write one beyond a sequence's end."""
+    return config.max_seq_len + config.depth
+
+
+def most_weight_bytes(config: RunConfig, spec: ModelSpec) -> int:
+    """About the bytes of the weights on such a device, and no less. Needs no device."""
+    model = _empty_model(config, spec, RankMesh.single(), torch.device("meta"))
+    placed = [cast(PlacedParameter, parameter) for parameter in model.parameters()]
+    # Parameters that online quantization creates while reading have no size yet; they have at most
+    # 8 bits a value.
+    return sum(max(p.num_bytes, sum(piece.num_values for piece in p.pieces)) for p in placed)

@@ -1,0 +1,195 @@
+"""`GenerationFields`: what chat and completions share, with TensorRT-LLM's and vLLM's extras.
+
+A field that is known but not built yet is refused when it asks for something.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from penstock.errors import RequestError
+from penstock.server.openai.requests.schema import (
+    INT32_MAX,
+    Count,
+    Int32,
+    Strict,
+    Texts,
+    TokenIds,
+    at_most,
+    shown,
+    shown_as,
+)
+from penstock.types.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+
+MAX_OPTIONS = 64  # entries of an object of ours inside a body
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[
+    Texts,
+    at_most("stop", MAX_STOP_STRINGS),
+    BeforeValidator(_as_list),
+    shown_as(str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]),
+]
+StopIds = Annotated[
+    TokenIds,
+    at_most("stop_token_ids", MAX_STOP_TOKEN_IDS),
+    shown_as(Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)]),
+]
+LogitBias = Annotated[
+    dict[str, float],
+    at_most("logit_bias", MAX_LOGIT_BIAS),
+    shown_as(
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)
+        ]
+    ),
+]
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationFields(Strict):
+    NESTED: ClassVar[Mapping[str, type[Strict]]] = {"stream_options": StreamOptions}
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "use_beam_search": "beam search is not supported",
+        "length_penalty": "it only means something in a beam search, which is not supported",
+        "early_stopping": "it only means something in a beam search, which is not supported",
+        "top_p_min": "top_p decay is not supported",
+        "prompt_ignore_length": "penalties always see the whole prompt",
+        "return_context_logits": "logits are not returned; ask for prompt_logprobs",
+        "response_format": 'only {"type": "text"} is supported',
+        "lora_request": "adapters are not supported",
+        "disaggregated_params": "disaggregated serving is not supported",
+        "conversation_params": "server-side conversations are not supported",
+        "thinking_token_budget": "a thinking budget is not supported",
+    }
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    n: Int32 = 1
+    best_of: Int32 | None = None
+    stream: bool = False
+    stream_options: Annotated[StreamOptions, at_most("stream_options", MAX_OPTIONS)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: Stop | None = None
+    logit_bias: LogitBias | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: StopIds | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    detokenize: bool = True
+    echo: bool = False
+    prompt_logprobs: Int32 | None = None
+    priority: Int32 = 0  # larger runs first
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | int = False
+    top_p_min: float = 0.0
+    prompt_ignore_length: int = 0
+    return_context_logits: bool = False
+    response_format: dict[str, Any] | None = None
+    lora_request: dict[str, Any] | None = None
+    disaggregated_params: dict[str, Any] | None = None
+    conversation_params: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        fields, given = type(self).model_fields, self.model_fields_set
+        for name, why in self.UNSUPPORTED.items():
+            if name not in given:
+                continue
+            value = getattr(self, name)
+            if name == "response_format" and value == {"type": "text"}:
+                continue
+            if value is not None and value != fields[name].default:
+                raise RequestError("unsupported", f"{name} is {shown(value)}: {why}", name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "invalid_value",
+                "stream_options is only allowed with stream: true",
+                "stream_options",
+            )
+        if self.stream and self.best_of is not None and self.best_of > self.n:
+            raise RequestError(
+                "unsupported",
+                f"best_of is {self.best_of} and n is {self.n}: the best samples are known only at "
+                "the end; leave out stream, or set best_of to n",
+                "best_of",
+            )
+        return self
+
+    @property
+    def streams_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def streams_usage_always(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def sampling(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
+        """What was given, then the model's `defaults`, then those of `SamplingParams`.
+
+        Whoever sets temperature 0 wants the likeliest tokens: no default changes which they are.
+        """
+        given = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        if self.logit_bias:
+            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        given = given | changes
+        if given.get("temperature") == 0:
+            defaults = {name: value for name, value in defaults.items() if name == "max_tokens"}
+        if given["min_tokens"] > defaults.get("max_tokens", given["min_tokens"]):
+            defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
+        return SamplingParams(**{**defaults, **given})
+
+
+_SAMPLING_FIELDS = (
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos"),
+    *("include_stop_str_in_output", "prompt_logprobs", "n", "best_of", "detokenize"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+)
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()) or len(key) > 10:
+        raise RequestError(
+            "invalid_value",
+            f"logit_bias has the key {shown(key)}, it must be a token id",
+            "logit_bias",
+        )
+    return int(key)

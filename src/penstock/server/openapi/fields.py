@@ -1,0 +1,73 @@
+"""What the fields of requests mean, by name: a line each for `/openapi.json` and `/docs`.
+
+Types, bounds and defaults are those of the schemas that check requests, and a field that is refused
+says why in its schema (`UNSUPPORTED`); neither is repeated here.
+"""
+
+_DEFAULT = "null: the model's own (generation_config), else"
+
+FIELDS = {
+    "model": "Any name: the server has one model, and says which in its answer.",
+    "messages": "The conversation, oldest first. Only an assistant may leave out the content.",
+    "prompt": "A text, a list of texts, the token ids of one, or a list with those of several.",
+    "max_tokens": "Longest output, in tokens. null: as long as the context allows. "
+    "0 with echo: the prompt is scored and nothing is generated (completions).",
+    "max_completion_tokens": "The same as max_tokens.",
+    "n": "Outputs to return for each prompt.",
+    "best_of": "Outputs to generate for each prompt; the n likeliest are returned.",
+    "stream": "Send server-sent events as tokens come, then `data: [DONE]`.",
+    "stream_options": "How to stream; only with stream.",
+    "include_usage": "Send a last event with the numbers of tokens.",
+    "continuous_usage_stats": "Send the numbers of tokens with each event.",
+    "temperature": f"0 always takes the likeliest token. {_DEFAULT} 1.",
+    "top_p": f"Share of the likeliest tokens to sample from. {_DEFAULT} 1.",
+    "top_k": f"Number of the likeliest tokens to sample from; 0 or -1: all. {_DEFAULT} 0.",
+    "min_p": f"Leave out tokens below this share of the likeliest one. {_DEFAULT} 0.",
+    "repetition_penalty": f"Above 1: against tokens of prompt and output. {_DEFAULT} 1.",
+    "presence_penalty": f"Above 0: against tokens of the output, once. {_DEFAULT} 0.",
+    "frequency_penalty": f"Above 0: against tokens of the output, by their number. {_DEFAULT} 0.",
+    "seed": "The same seed and request give the same output. null: drawn.",
+    "stop": "Texts that end the output; they are not part of it.",
+    "stop_token_ids": "Token ids that end the output.",
+    "include_stop_str_in_output": "Leave the stop text in the output.",
+    "ignore_eos": "Do not end at the model's end-of-text token.",
+    "min_tokens": "Tokens before which the output does not end.",
+    "logit_bias": "Added to the logits of tokens, by token id.",
+    "logprobs": "Log probabilities of the output tokens: true for a chat; for completions the "
+    "number of alternatives to each.",
+    "top_logprobs": "Alternatives to each output token; needs logprobs.",
+    "prompt_logprobs": "Log probabilities of the prompt's tokens, with so many alternatives.",
+    "echo": "Begin the output with the prompt; in a chat with the assistant's words that it "
+    "continues.",
+    "detokenize": "false: return token ids and no text.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "spaces_between_special_tokens": "Put spaces around special tokens in the text.",
+    "truncate_prompt_tokens": "Keep the last so many tokens of the prompt.",
+    "add_special_tokens": "Add the tokenizer's special tokens, such as the one at the beginning.",
+    "priority": "Larger runs first, among requests of the same key; above 0 a key must be allowed "
+    "to.",
+    "cache_salt": "Cached prefixes are shared only with requests that have the same.",
+    "tools": "Functions that the model may call.",
+    "tool_choice": "auto: the model decides; none: tools are not shown to it.",
+    "parallel_tool_calls": "false: at most one call is returned.",
+    "reasoning_effort": "For models whose chat template knows it.",
+    "verbosity": "For models whose chat template knows it.",
+    "prompt_token_ids": "The whole prompt as token ids; messages are then not rendered.",
+    "add_generation_prompt": "End the prompt with the opening of the assistant's turn.",
+    "continue_final_message": "Go on with the last message, which must be an assistant's.",
+    "documents": "For chat templates that take documents.",
+    "chat_template_kwargs": "Passed on to the chat template.",
+    "user": "Not used.",
+    "metadata": "Of a batch: kept with it, at most 16 texts. Elsewhere not used.",
+    "service_tier": "Not used.",
+    "store": "Not used: nothing is stored.",
+    "safety_identifier": "Not used.",
+    "prompt_cache_key": "Not used: prefixes are found by themselves.",
+    "return_token_strs": "Return the text of each token, too.",
+    "tokens": "Token ids.",
+    "input_file_id": "A file of POST /v1/files, at most 50,000 requests.",
+    "endpoint": "Where the requests of the file go.",
+    "completion_window": "After it the batch expires.",
+    "file": "JSON lines with custom_id, method, url and body.",
+    "purpose": "What the file is for.",
+}

@@ -1,0 +1,183 @@
+"""What each route is for, takes and returns; `document` joins it with the routes there are.
+
+A route without an entry is described by the first line of its endpoint's docstring.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.server.batches.records import (
+    BatchList,
+    BatchObject,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
+from penstock.server.openai import reply
+from penstock.server.openai.models import ModelCard
+from penstock.server.openai.requests.batches import BatchRequest
+from penstock.server.openai.requests.chat import ChatRequest
+from penstock.server.openai.requests.completions import CompletionRequest
+from penstock.server.openai.requests.schema import Strict
+from penstock.server.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
+from penstock.server.openai.tokenize import Tokens
+from penstock.server.openapi.shapes import (
+    Detokenized,
+    ModelList,
+    ServerSummary,
+    Status,
+    Version,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteText:
+    """`request`: the schema that checks the body. `form`: names of the fields of a form instead.
+    `response`: a record for JSON, else a media type. `events`: what a stream sends. `errors`:
+    statuses beside those that every route may have."""
+
+    summary: str
+    group: str = "server"
+    request: type[Strict] | None = None
+    form: tuple[str, ...] = ()
+    response: type | str = "application/json"
+    events: type | None = None
+    query: tuple[str, ...] = ()
+    errors: tuple[int, ...] = ()
+    example: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ASK = (400, 413, 429, 503)  # of requests that go to the engine
+_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+_CHAT = {"messages": _MESSAGES, "max_tokens": 64}
+_FILE_ID = "file-0123456789abcdef0123456789abcdef"
+
+PATH_PARAMETERS = {
+    "model": "Name of a model.",
+    "file_id": "Id of a file.",
+    "batch_id": "Id of a batch.",
+}
+QUERY_PARAMETERS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "limit": ({"type": "integer", "minimum": 1, "maximum": 10_000}, "Most entries to return."),
+    "after": ({"type": "string"}, "Id of the last entry of the page before."),
+    "order": ({"enum": ["asc", "desc"], "default": "desc"}, "By time of creation."),
+    "purpose": ({"enum": ["batch", "batch_output"]}, "Only files of this purpose."),
+}
+
+ROUTES: Mapping[tuple[str, str], RouteText] = {
+    ("POST", "/v1/chat/completions"): RouteText(
+        summary="The next message of a conversation, whole or as a stream",
+        group="generation",
+        request=ChatRequest,
+        response=reply.ChatResponse,
+        events=reply.ChatChunk,
+        errors=_ASK,
+        example=_CHAT,
+    ),
+    ("POST", "/v1/completions"): RouteText(
+        summary="What comes after one or many prompts, whole or as a stream",
+        group="generation",
+        request=CompletionRequest,
+        response=reply.CompletionResponse,
+        events=reply.CompletionResponse,
+        errors=_ASK,
+        example={"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
+    ),
+    ("POST", "/tokenize"): RouteText(
+        summary="Token ids of a text or a conversation",
+        group="generation",
+        request=TokenizeRequest,
+        response=Tokens,
+        errors=(400, 413, 429),
+        example={"prompt": "The capital of France", "return_token_strs": True},
+    ),
+    ("POST", "/detokenize"): RouteText(
+        summary="The text of token ids",
+        group="generation",
+        request=DetokenizeRequest,
+        response=Detokenized,
+        errors=(400, 413, 429),
+        example={"tokens": [1, 2, 3]},
+    ),
+    ("GET", "/v1/models"): RouteText(summary="The served model, in a list", response=ModelList),
+    ("GET", "/v1/models/{model}"): RouteText(
+        summary="The served model by its name", response=ModelCard, errors=(404,)
+    ),
+    ("POST", "/v1/files"): RouteText(
+        summary="Upload a file for a batch",
+        group="batches",
+        form=("file", "purpose"),
+        response=FileObject,
+        errors=(400, 408, 413, 429, 507),
+    ),
+    ("GET", "/v1/files"): RouteText(
+        summary="Files of this key, the newest first",
+        group="batches",
+        response=FileList,
+        query=("limit", "after", "order", "purpose"),
+        errors=(400,),
+    ),
+    ("GET", "/v1/files/{file_id}"): RouteText(
+        summary="A file, without its content", group="batches", response=FileObject, errors=(404,)
+    ),
+    ("DELETE", "/v1/files/{file_id}"): RouteText(
+        summary="Delete a file", group="batches", response=FileDeleted, errors=(400, 404)
+    ),
+    ("GET", "/v1/files/{file_id}/content"): RouteText(
+        summary="The content of a file",
+        group="batches",
+        response="application/jsonl",
+        errors=(404,),
+    ),
+    ("POST", "/v1/batches"): RouteText(
+        summary="Run the requests of a file behind the others",
+        group="batches",
+        request=BatchRequest,
+        response=BatchObject,
+        errors=(400, 404),
+        example={
+            "input_file_id": _FILE_ID,
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        },
+    ),
+    ("GET", "/v1/batches"): RouteText(
+        summary="Batches of this key, the newest first",
+        group="batches",
+        response=BatchList,
+        query=("limit", "after"),
+        errors=(400,),
+    ),
+    ("GET", "/v1/batches/{batch_id}"): RouteText(
+        summary="A batch and how far it is", group="batches", response=BatchObject, errors=(404,)
+    ),
+    ("POST", "/v1/batches/{batch_id}/cancel"): RouteText(
+        summary="End a batch; results up to now are kept",
+        group="batches",
+        response=BatchObject,
+        errors=(404,),
+    ),
+    ("GET", "/"): RouteText(
+        summary="What runs here; a page where HTML is accepted", response=ServerSummary
+    ),
+    ("GET", "/health"): RouteText(
+        summary="200 while the engine makes progress; needs no key", response=Status, errors=(503,)
+    ),
+    ("GET", "/health_generate"): RouteText(
+        summary="The same, by a token through the engine", response=Status, errors=(429, 503)
+    ),
+    ("GET", "/version"): RouteText(
+        summary="Version, limits, settings with reasons, memory, start-up times", response=Version
+    ),
+    ("GET", "/metrics"): RouteText(
+        summary="Figures of the last engine steps; Prometheus text where text is accepted",
+        errors=(403,),
+    ),
+    ("GET", "/prometheus/metrics"): RouteText(
+        summary="Metrics for Prometheus", response="text/plain", errors=(403,)
+    ),
+    ("GET", "/openapi.json"): RouteText(summary="This description, for programs"),
+    ("GET", "/docs"): RouteText(summary="This description, for people", response="text/html"),
+    ("GET", "/favicon.ico"): RouteText(summary="There is none: 204", response=""),
+}

@@ -1,0 +1,184 @@
+"""The engine loop: any traffic, any depth, the right tokens, one end each. On a fake device."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from core_engine import PROMPT, Engine
+from fake_executor import oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config.run import CapacityPolicy
+from penstock.core.plan_builder import PlanBuilder
+from penstock.ipc.messages import Abort
+from penstock.types.request import FinishReason, request_id
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_one_request_gives_the_oracle_tokens_at_any_depth(depth):
+    engine = Engine(depth=depth)
+    rid = engine.submit(PROMPT, max_tokens=9)
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle(PROMPT, 9)
+    assert engine.ends[rid] == [FinishReason.LENGTH]
+    assert engine.counters.max_steps_in_flight == depth
+    assert engine.counters.prefill_chunks == 2
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_that_comes_to_rest_says_at_once_that_nothing_runs(depth):
+    engine, said = Engine(depth=depth), []
+    engine.loop._clock = lambda: 1000.0  # no time passes, so no report is due
+    engine.broadcast = said.append
+    engine.submit(PROMPT, max_tokens=9)
+    engine.turn()
+    engine.run_dry()
+    assert len(said) == 1 and said[0].counters.running == 1
+    for _ in range(3):
+        engine.turn()
+    assert len(said) == 2 and said[1].counters.running == 0
+    assert len(said[1].iterations) > 1
+
+
+def test_a_stop_id_ends_the_request_and_late_tokens_are_dropped():
+    expected = oracle(PROMPT, 20)
+    engine = Engine(depth=4)
+    rid = engine.submit(PROMPT, max_tokens=20, stop_ids=(expected[3],))
+    engine.run_dry()
+    assert engine.tokens[rid] == expected[:4]
+    assert engine.ends[rid] == [FinishReason.STOP]
+    engine.assert_empty()
+
+
+def test_late_inputs_hold_sampling_back_until_the_step_before_has_committed():
+    engine = Engine(depth=4)
+    rid = engine.submit(PROMPT, max_tokens=8, late_inputs=True)
+    engine.run_dry()
+    assert engine.device.num_late > 5
+    assert engine.tokens[rid] == oracle(PROMPT, 8)
+
+
+def test_a_failed_step_fails_its_requests_and_nothing_else():
+    engine = Engine(depth=1)
+    broken = engine.submit(PROMPT[:4], max_tokens=5)
+    engine.turn()
+    handle = engine.device.handles[-1]
+    object.__setattr__(handle.result, "error", "out of memory")
+    engine.run_dry()
+    assert engine.ends[broken] == [FinishReason.ERROR]
+    after = engine.submit((3, 1), max_tokens=4)
+    engine.run_dry()
+    assert engine.tokens[after] == oracle((3, 1), 4)
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_entry_that_fails_ends_its_request_and_no_other(monkeypatch, depth):
+    engine = Engine(depth=depth)
+    sample, bad_step = engine.device.sample, itertools.count()
+    prompts = {engine.submit(prompt): prompt for prompt in ((1, 2, 3), (4, 5), (6, 7, 8))}
+    unlucky = list(prompts)[1]
+
+    def failing(step_id, late):
+        handle = sample(step_id, late)
+        if next(bad_step) == 2:
+            handle.result = replace(handle.result, failures={1: "its logits"})
+        return handle
+
+    monkeypatch.setattr(engine.device, "sample", failing)
+    engine.run_dry()
+    assert engine.ends[unlucky] == [FinishReason.ERROR] and engine.counters.failed == 1
+    for rid in set(prompts) - {unlucky}:
+        assert engine.tokens[rid] == oracle(prompts[rid], 6)
+        assert engine.ends[rid] == [FinishReason.LENGTH]
+    engine.assert_empty()
+
+
+traffic = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("submit"),
+            st.lists(st.integers(0, 2), min_size=1, max_size=18),
+            st.integers(1, 12),
+            st.integers(0, 1),
+            st.booleans(),
+            st.booleans(),
+            st.integers(1, 5),
+            st.integers(0, 2),
+        ),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("turns"), st.integers(1, 6)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    events=traffic,
+    depth=st.sampled_from([1, 2, 4]),
+    num_ranks=st.sampled_from([1, 2]),
+    tokens_per_decode=st.sampled_from([1, 3]),
+    num_blocks=st.integers(15, 30),
+    chunked=st.booleans(),
+    partial=st.booleans(),
+    policy=st.sampled_from(CapacityPolicy),
+    window=st.sampled_from([None, None, 1, 3, 6, 9]),
+    num_states=st.sampled_from([None, None, 0, 1, 3, 20]),
+    num_host_blocks=st.sampled_from([0, 3, 100]),
+    reuse=st.booleans(),
+)
+def test_any_traffic_gives_every_request_its_tokens_and_one_end(
+    events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy, window,
+    num_states, num_host_blocks, reuse,
+):  # fmt: skip
+    if num_states is not None:
+        tokens_per_decode = 1  # a state cannot go back to before a rejected token
+    engine = Engine(
+        num_blocks=num_blocks, num_ranks=num_ranks, tokens_per_decode=tokens_per_decode,
+        accept=lambda text: 1 + sum(text) % 3, depth=depth, chunked_prefill=chunked,
+        max_num_tokens=20 if not chunked else 7, block_reuse=reuse,
+        partial_reuse=reuse and partial, capacity_policy=policy, window=window,
+        num_states=num_states, num_host_blocks=num_host_blocks,
+    )  # fmt: skip
+    asked: dict[int, tuple] = {}
+    for event in events:
+        if event[0] == "submit":
+            _, prompt, max_tokens, priority, late, follows, every, tenant = event
+            leader = next(reversed(asked), None) if follows else None
+            stop_ids = (oracle(tuple(prompt), 12)[-1],)
+            rid = engine.submit(
+                prompt, max_tokens, priority=priority, late_inputs=late, leader=leader,
+                stop_ids=stop_ids, stream_interval=every, tenant=tenant, weight=1.0 + tenant,
+            )  # fmt: skip
+            asked[rid] = (tuple(prompt), max_tokens, stop_ids)
+        elif event[0] == "abort":
+            engine.inbox.append(Abort(request_ids=(request_id(1, event[1]),)))
+        else:
+            for _ in range(event[1]):
+                engine.turn()
+    engine.run_dry()
+    for rid, (prompt, max_tokens, stop_ids) in asked.items():
+        expected = oracle(prompt, max_tokens, stop_ids)
+        assert len(engine.ends[rid]) == 1
+        if engine.ends[rid] == [FinishReason.ABORT]:
+            assert engine.tokens[rid] == expected[: len(engine.tokens[rid])]
+        else:
+            assert engine.tokens[rid] == expected
+    engine.assert_empty()
+
+
+def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_again():
+    engine = Engine(num_blocks=40, depth=4)
+    rid = engine.submit((1, 2, 3), max_tokens=8)
+    engine.turn()
+    engine.turn()
+    seq = engine.scheduler.running[0]
+    assert seq.num_in_flight == 2
+    engine.scheduler._preempt(PlanBuilder(0, [0]), seq)
+    engine.turn()
+    assert seq.num_in_flight == 1 and len(engine.loop._steps) == 3
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle((1, 2, 3), 8)

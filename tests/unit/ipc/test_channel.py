@@ -1,0 +1,122 @@
+"""Message pipes: in order, typed, and bounded: who does not read slows nobody down."""
+
+import asyncio
+
+import msgspec
+import pytest
+import uvloop
+
+from penstock.ipc.address import address
+from penstock.ipc.channel import (
+    MAX_QUEUED_MESSAGES,
+    AsyncReceiver,
+    ChannelFull,
+    Receiver,
+    Sender,
+)
+from penstock.ipc.messages import Abort, ClientLeft, Fatal, ToClient, ToEngine
+
+
+@pytest.fixture
+def bound(tmp_path):
+    return address(str(tmp_path), "engine")
+
+
+def test_messages_of_several_kinds_arrive_in_order(bound):
+    receiver, sender = Receiver(bound, ToEngine), Sender(bound)
+    sent = [Abort(request_ids=(1, 2)), ClientLeft(client_id=7), Abort(request_ids=())]
+    for message in sent:
+        sender.send(message)
+    assert [receiver.receive(5000) for _ in sent] == sent
+    assert receiver.receive(0) is None
+    sender.close()
+    receiver.close()
+
+
+def test_a_receiver_in_an_event_loop_waits_for_what_comes(bound):
+    async def wait():
+        receiver = AsyncReceiver(bound, ToClient)
+        sender = Sender(bound)
+        asyncio.get_running_loop().call_later(0.02, sender.send, Fatal(message="out of luck"))
+        got = await asyncio.wait_for(receiver.receive(), 5)
+        sender.close()
+        receiver.close()
+        return got
+
+    assert asyncio.run(wait()) == Fatal(message="out of luck")
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_receiver_in_an_event_loop_misses_nothing_and_keeps_the_order(bound, run):
+    """In bursts with pauses: the socket signals once for all that comes while it is not empty."""
+    num_bursts, num_each = 30, 40
+
+    async def wait():
+        receiver, sender = AsyncReceiver(bound, ToClient), Sender(bound)
+
+        async def send():
+            for burst in range(num_bursts):
+                for one in range(num_each):
+                    sender.send(Fatal(message=f"{burst * num_each + one}"))
+                await asyncio.sleep(0.001 if burst % 2 else 0)
+
+        sending = asyncio.create_task(send())
+        got = [
+            (await asyncio.wait_for(receiver.receive(), 5)).message
+            for _ in range(num_bursts * num_each)
+        ]
+        await sending
+        sender.close()
+        receiver.close()
+        return got
+
+    assert run(wait()) == [str(one) for one in range(num_bursts * num_each)]
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_message_that_nobody_reads_does_not_keep_the_event_loop_busy(bound, run):
+    async def wait():
+        receiver, sender = AsyncReceiver(bound, ToClient), Sender(bound)
+        num_signals, on_signal = 0, receiver._on_signal
+
+        def count():
+            nonlocal num_signals
+            num_signals += 1
+            on_signal()
+
+        receiver._on_signal = count
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(receiver.receive(), 0.01)
+        sender.send(Fatal(message="later"))
+        await asyncio.sleep(0.1)  # connecting signals a few times
+        before = num_signals
+        await asyncio.sleep(0.1)
+        seen = num_signals - before
+        got = await asyncio.wait_for(receiver.receive(), 5)
+        sender.close()
+        receiver.close()
+        return seen, got
+
+    seen, got = run(wait())
+    assert seen == 0 and got == Fatal(message="later")
+
+
+def test_what_is_not_of_the_union_is_not_read(bound):
+    receiver, sender = Receiver(bound, ToEngine), Sender(bound)
+    sender.send(Fatal(message="not for an engine"))
+    with pytest.raises(msgspec.ValidationError):
+        receiver.receive(5000)
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_sender_whose_peer_has_stopped_reading_is_told_and_does_not_wait(bound):
+    receiver, sender = Receiver(bound, ToEngine), Sender(bound)
+    message = ClientLeft(client_id=7)
+    with pytest.raises(ChannelFull, match="ClientLeft not sent: the peer has stopped reading"):
+        for _ in range(4 * MAX_QUEUED_MESSAGES):
+            sender.send(message)
+    assert receiver.receive(5000) == message, "what was sent before is not lost"
+    sender.close()
+    receiver.close()
