@@ -111,12 +111,17 @@ class Server:
         self.bursts.setdefault(endpoint, []).append(p50)
 
     def stages(self, endpoint: str) -> dict[str, float]:
-        """Median microseconds of each stage, and of the way from the first to the last."""
+        """Median microseconds of each stage, and of the way from the first to the last.
+
+        Where the next process has a message before its sender returns from sending it, the rest
+        of the sender's stage is the receiver's.
+        """
         spans: dict[str, list[float]] = {}
         for row in self.rows[endpoint]:
             before, last = row[0], row[-1]
             for name, moment in zip(STAGES, row, strict=True):
                 if moment and name != "sent":
+                    moment = max(moment, before)
                     spans.setdefault(name, []).append(moment - before)
                     before = moment
             way_out = row[COLUMN["delivered"]]

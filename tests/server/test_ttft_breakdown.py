@@ -28,7 +28,7 @@ def test_every_stage_of_a_request_is_shown():
         if "|" in line and line.split("|")[0].strip()
     }
     assert [name for name in figures if name in named] == named
-    way_in = [figures[name] for name in named[2:7]]
-    assert all(us > 0 for us in way_in), figures
-    assert sum(way_in) <= 2 * figures["in all"]
+    # Two processes may overlap while a message passes, so that a stage alone may take no time.
+    assert all(us >= 0 for us in figures.values()), figures
+    assert 0 < sum(figures[name] for name in named[2:7]) <= 2 * figures["in all"], figures
     assert "render the chat template" not in completions and "tokenize" in completions
