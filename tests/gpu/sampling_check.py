@@ -56,10 +56,10 @@ def joins(num_rows: int, params: dict, num_tokens: int = 1000) -> list[RowJoin]:
     return [
         RowJoin(
             request_id=row,
-            rank=0,
+            dp_rank=0,
             row=row,
             token_ids=tokens,
-            num_cached=0,
+            num_computed=0,
             num_prompt=num_tokens,
             sampling=SamplingParams(seed=row, **params),
             stop_ids=(7,),

@@ -84,27 +84,26 @@ def plan_of(
         step_id=step_id,
         joins=tuple(
             RowJoin(
-                request_id=row, rank=0, row=row, token_ids=texts[row], num_cached=0,
+                request_id=row, dp_rank=0, row=row, token_ids=texts[row], num_computed=0,
                 num_prompt=len(texts[row]), sampling=SamplingParams(temperature=0), stop_ids=(),
             )
             for row in joining
         ),
         growth=BlockGrowth(
-            ranks=np.zeros_like(columns[0]),
+            dp_ranks=np.zeros_like(columns[0]),
             groups=columns[0],
             rows=columns[1],
             indices=columns[2],
             block_ids=1 + columns[1] * np.array(blocks_each, np.int32)[columns[0]] + columns[2],
         ),
         cache_ops=(),
-        ranks=np.zeros_like(rows),
+        dp_ranks=np.zeros_like(rows),
         rows=rows,
         starts=starts,
         num_tokens=ends - starts,
         num_logit_rows=np.array([end == len(texts[row]) for row, _, end in parts], np.int32),
         max_kv_lens=ends,
         num_decodes=0,
-        padded_tokens=int((ends - starts).sum()),
         needs_late_inputs=False,
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ class Entry(NamedTuple):  # made for every sequence and step, which a dataclass 
 
     seq: Sequence
     epoch: int
-    rank: int
+    dp_rank: int
     row: int
     start: int
     num_tokens: int
@@ -33,17 +33,14 @@ class Entry(NamedTuple):  # made for every sequence and step, which a dataclass 
 @dataclass(slots=True)
 class PlanBuilder:
     step_id: int
-    budgets: list[int]  # tokens left per rank
+    budgets: list[int]  # tokens left per data-parallel rank
     copies: list[CopyBlock] = field(default_factory=list)  # in the order in which they are made
-    blocked_ranks: set[int] = field(default_factory=set)  # an older sequence waits for blocks there
-    _num_tokens: list[int] = field(init=False)  # tokens taken per rank
+    # Where an older sequence waits for blocks.
+    blocked_dp_ranks: set[int] = field(default_factory=set)
     _decodes: list[Entry] = field(default_factory=list)
     _prefills: list[Entry] = field(default_factory=list)
     _joins: list[RowJoin] = field(default_factory=list)
     _growth: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._num_tokens = [0] * len(self.budgets)
 
     @property
     def entries(self) -> list[Entry]:
@@ -53,25 +50,25 @@ class PlanBuilder:
     def has(self, seq: Sequence) -> bool:
         return seq.last_step == self.step_id
 
-    def join(self, seq: Sequence, num_cached: int, copies: Iterable[BlockCopy]) -> None:
+    def join(self, seq: Sequence, num_computed: int, copies: Iterable[BlockCopy]) -> None:
         """A sequence that has just started takes its row."""
-        self.copy(seq.rank, copies)
+        self.copy(seq.dp_rank, copies)
         self._joins.append(
             RowJoin(
                 request_id=seq.id,
-                rank=seq.rank,
+                dp_rank=seq.dp_rank,
                 row=seq.row,
                 token_ids=seq.tokens.copy(),
-                num_cached=num_cached,
+                num_computed=num_computed,
                 num_prompt=seq.num_prompt,
                 sampling=seq.request.sampling,
                 stop_ids=seq.request.stop_ids,
             )
         )
 
-    def copy(self, rank: int, copies: Iterable[BlockCopy]) -> None:
+    def copy(self, dp_rank: int, copies: Iterable[BlockCopy]) -> None:
         self.copies += [
-            CopyBlock(rank=rank, group=copy.group, src=copy.src, dst=copy.dst, move=copy.move)
+            CopyBlock(dp_rank=dp_rank, group=copy.group, src=copy.src, dst=copy.dst, move=copy.move)
             for copy in copies
         ]
 
@@ -98,38 +95,38 @@ class PlanBuilder:
         seq.last_step = self.step_id
         seq.num_in_flight += 1
         seq.num_pending += num_logit_rows > 0
-        self.budgets[seq.rank] -= num_tokens
-        self._num_tokens[seq.rank] += num_tokens
+        self.budgets[seq.dp_rank] -= num_tokens
         self._growth += [
-            (seq.rank, new.group, seq.row, new.index, new.block) for new in seq.holder.unsent()
+            (seq.dp_rank, new.group, seq.row, new.index, new.block) for new in seq.holder.unsent()
         ]
         entries.append(
-            Entry(seq, seq.epoch, seq.rank, seq.row, start, num_tokens, num_logit_rows, max_kv_len)
+            Entry(
+                seq, seq.epoch, seq.dp_rank, seq.row, start, num_tokens, num_logit_rows, max_kv_len
+            )
         )
 
     def to_plan(self) -> StepPlan:
         entries = self.entries
         growth = np.array(self._growth, np.int32).reshape(-1, 5).T
         columns = np.array(list(zip(*entries, strict=True))[2:], np.int32)
-        ranks, rows, starts, num_tokens, num_logit_rows, max_kv_lens = columns
+        dp_ranks, rows, starts, num_tokens, num_logit_rows, max_kv_lens = columns
         return StepPlan(
             step_id=self.step_id,
             joins=tuple(self._joins),
             growth=BlockGrowth(
-                ranks=growth[0],
+                dp_ranks=growth[0],
                 groups=growth[1],
                 rows=growth[2],
                 indices=growth[3],
                 block_ids=growth[4],
             ),
             cache_ops=tuple(self.copies),
-            ranks=ranks,
+            dp_ranks=dp_ranks,
             rows=rows,
             starts=starts,
             num_tokens=num_tokens,
             num_logit_rows=num_logit_rows,
             max_kv_lens=max_kv_lens,
             num_decodes=len(self._decodes),
-            padded_tokens=max(self._num_tokens),
             needs_late_inputs=any(e.seq.request.late_inputs for e in entries),
         )

@@ -123,7 +123,7 @@ class Scheduler:
         budgets = [self._config.max_num_tokens] * len(self._kvs)
         builder = PlanBuilder(self._next_step, budgets, self._late_copies)
         self._late_copies = []
-        is_due = self._make_way(builder)
+        is_due = self._preempt_for_tenant(builder)
         self._plan_decodes(builder)
         if is_due:
             self._admit(builder)  # before prompts under way take all of the budget once more
@@ -138,7 +138,7 @@ class Scheduler:
         self._gauge()
         return builder.to_plan()
 
-    def _make_way(self, builder: PlanBuilder) -> bool:
+    def _preempt_for_tenant(self, builder: PlanBuilder) -> bool:
         """Whether somebody was next in the last plan and nothing of its tenant runs."""
         held_up, self._held_up = self._held_up, None
         if held_up is None:
@@ -156,31 +156,35 @@ class Scheduler:
         for seq in list(self._running):
             if seq.state is not State.RUNNING or seq.is_prefilling or not seq.wants_tokens:
                 continue
-            if seq.num_in_flight >= self._max_in_flight or builder.budgets[seq.rank] < num_tokens:
+            if seq.num_in_flight >= self._max_in_flight:
+                continue
+            if builder.budgets[seq.dp_rank] < num_tokens:
                 continue
             max_kv_len = seq.num_tokens + (seq.num_pending + 1) * num_tokens - 1
-            if self._make_room(builder, seq, max_kv_len):
+            if self._reserve_blocks(builder, seq, max_kv_len):
                 if seq.num_tokens + seq.num_pending - 1 == seq.num_prefill:  # the first one
                     self._before_step(builder, seq, seq.num_prefill)
                 builder.decode(seq, num_tokens, max_kv_len)
 
-    def _make_room(self, builder: PlanBuilder, seq: Sequence, max_kv_len: int) -> bool:
+    def _reserve_blocks(self, builder: PlanBuilder, seq: Sequence, max_kv_len: int) -> bool:
         """Blocks for `seq` up to `max_kv_len`, if need be taken from others (`policy.victim`)."""
-        kv = self._kvs[seq.rank]
+        kv = self._kvs[seq.dp_rank]
         assert seq.holder is not None
         if not kv.needs_blocks(seq.holder, max_kv_len):
             return True
-        if seq.rank in builder.blocked_ranks:
+        if seq.dp_rank in builder.blocked_dp_ranks:
             return False
         while kv.shortfall(seq.holder, max_kv_len) > 0:
-            leaving = victim(s for s in self._running if s.rank == seq.rank and not builder.has(s))
+            leaving = victim(
+                s for s in self._running if s.dp_rank == seq.dp_rank and not builder.has(s)
+            )
             self._preempt(builder, leaving)
             if leaving is seq:
                 return False
         if kv.grow(seq.holder, max_kv_len):
             return True
         # The blocks exist but a step in flight may still write them. Nobody younger takes them.
-        builder.blocked_ranks.add(seq.rank)
+        builder.blocked_dp_ranks.add(seq.dp_rank)
         return False
 
     def _preempt(self, builder: PlanBuilder, seq: Sequence) -> None:
@@ -189,9 +193,9 @@ class Scheduler:
         if seq.has_prefilled and not seq.is_prefilling:
             assert seq.holder is not None
             # Its last token has not been fed, or by a step in flight whose result is void.
-            kv = self._kvs[seq.rank]
+            kv = self._kvs[seq.dp_rank]
             swapped, copies = kv.swap_out(seq.holder, seq.num_tokens - 1, builder.step_id)
-            builder.copy(seq.rank, copies)
+            builder.copy(seq.dp_rank, copies)
             self._counters.swapped_out_blocks += len(copies)
         self._give_back(seq)
         seq.preempt(swapped)
@@ -199,7 +203,7 @@ class Scheduler:
 
     def _drop_swapped(self, seq: Sequence) -> None:
         if seq.swapped is not None:
-            self._kvs[seq.rank].drop_swapped(seq.swapped)
+            self._kvs[seq.dp_rank].drop_swapped(seq.swapped)
             seq.swapped = None
 
     def _plan_chunks(self, builder: PlanBuilder) -> None:
@@ -209,20 +213,20 @@ class Scheduler:
             if seq.num_in_flight < self._max_in_flight:
                 self._plan_chunk(builder, seq)
 
-    def _chunk_size(self, builder: PlanBuilder, rank: int, start: int, num_left: int) -> int:
+    def _chunk_size(self, builder: PlanBuilder, dp_rank: int, start: int, num_left: int) -> int:
         """How many of `num_left` tokens to prefill from `start` in this step; 0: not now."""
         # One that grew beyond the budget before it was preempted comes back in chunks anyway.
         if not self._config.chunked_prefill and num_left <= self._config.max_num_tokens:
-            return num_left if num_left <= builder.budgets[rank] else 0
-        num_tokens = min(num_left, builder.budgets[rank])
-        return self._kvs[rank].chunk_limit(start, num_tokens, start + num_left)
+            return num_left if num_left <= builder.budgets[dp_rank] else 0
+        num_tokens = min(num_left, builder.budgets[dp_rank])
+        return self._kvs[dp_rank].chunk_limit(start, num_tokens, start + num_left)
 
     def _plan_chunk(self, builder: PlanBuilder, seq: Sequence) -> None:
         num_left = seq.num_prefill - seq.num_planned
-        num_tokens = self._chunk_size(builder, seq.rank, seq.num_planned, num_left)
+        num_tokens = self._chunk_size(builder, seq.dp_rank, seq.num_planned, num_left)
         if num_tokens:
             assert seq.holder is not None
-            has_room = self._kvs[seq.rank].grow(seq.holder, seq.num_planned + num_tokens)
+            has_room = self._kvs[seq.dp_rank].grow(seq.holder, seq.num_planned + num_tokens)
             assert has_room, "what was not reserved at the start is never short"
             self._before_step(builder, seq, seq.num_planned)
             self._counters.prefill_chunks += 1
@@ -231,40 +235,40 @@ class Scheduler:
     def _before_step(self, builder: PlanBuilder, seq: Sequence, num_computed: int) -> None:
         assert seq.holder is not None
         tokens = seq.tokens[: seq.num_prefill]
-        kv = self._kvs[seq.rank]
-        builder.copy(seq.rank, kv.before_step(seq.holder, tokens, num_computed, builder.step_id))
+        kv = self._kvs[seq.dp_rank]
+        builder.copy(seq.dp_rank, kv.before_step(seq.holder, tokens, num_computed, builder.step_id))
 
     def _admit(self, builder: PlanBuilder) -> None:
         for seq in self._waiting:
-            ranks = [
-                rank
-                for rank, rows in enumerate(self._free_rows)
-                if rows and builder.budgets[rank] > 0 and rank not in builder.blocked_ranks
+            dp_ranks = [
+                dp_rank
+                for dp_rank, rows in enumerate(self._free_rows)
+                if rows and builder.budgets[dp_rank] > 0 and dp_rank not in builder.blocked_dp_ranks
             ]
-            if not ranks:
+            if not dp_ranks:
                 self._held_up = seq, not any(self._free_rows)
                 return
             if not all(gate.ready(seq.request) for gate in self._gates):
                 continue
-            rank = max(ranks, key=lambda r: len(self._free_rows[r]))
-            if seq.swapped is not None and seq.rank in ranks:
-                rank = seq.rank
-            if not self._start(builder, seq, rank):
+            dp_rank = max(dp_ranks, key=lambda r: len(self._free_rows[r]))
+            if seq.swapped is not None and seq.dp_rank in dp_ranks:
+                dp_rank = seq.dp_rank
+            if not self._start(builder, seq, dp_rank):
                 return  # nobody overtakes a request that waits for room
             self._plan_chunk(builder, seq)
 
-    def _start(self, builder: PlanBuilder, seq: Sequence, rank: int) -> bool:
-        kv = self._kvs[rank]
+    def _start(self, builder: PlanBuilder, seq: Sequence, dp_rank: int) -> bool:
+        kv = self._kvs[dp_rank]
         # Prompt log-probabilities need every position computed; otherwise one token must be left.
         needs_all = seq.request.sampling.prompt_logprobs is not None and not seq.has_prefilled
         match = kv.match(seq.request.cache_keys, seq.tokens, 0 if needs_all else seq.num_tokens - 1)
-        swapped = seq.swapped if rank == seq.rank else None
+        swapped = seq.swapped if dp_rank == seq.dp_rank else None
         if swapped is not None and self._committed_step < swapped.step < builder.step_id:
             return False  # if the step in flight fails, its blocks were not swapped out
-        num_cached = max(match.num_tokens, swapped.num_tokens if swapped is not None else 0)
-        if not self._chunk_size(builder, rank, num_cached, seq.num_tokens - num_cached):
+        num_computed = max(match.num_tokens, swapped.num_tokens if swapped is not None else 0)
+        if not self._chunk_size(builder, dp_rank, num_computed, seq.num_tokens - num_computed):
             return False
-        peers = [s for s in self._running if s.rank == rank]
+        peers = [s for s in self._running if s.dp_rank == dp_rank]
         policy = self._config.capacity_policy
         if not may_start(policy, kv, seq, match, peers, self._lengths, self._overshoot):
             self._held_up = seq, True
@@ -272,7 +276,7 @@ class Scheduler:
         holder, copies = kv.open(match, seq.num_tokens, swapped)
         self._drop_swapped(seq)
         self._waiting.remove(seq)
-        seq.start(rank, self._free_rows[rank].pop(), holder, match.num_tokens, num_cached)
+        seq.start(dp_rank, self._free_rows[dp_rank].pop(), holder, match.num_tokens, num_computed)
         self._running.append(seq)
         seq.account.num_running += 1
         self._running.sort(key=lambda s: s.sort_key)
@@ -282,7 +286,7 @@ class Scheduler:
             self._counters.prefix_query_tokens += seq.num_tokens
             self._counters.prefix_hit_tokens += match.num_tokens
         self._counters.swapped_in_blocks += sum(copy.move is Move.SWAP_IN for copy in copies)
-        builder.join(seq, num_cached, copies)
+        builder.join(seq, num_computed, copies)
         return True
 
     # Up: one result
@@ -351,7 +355,7 @@ class Scheduler:
 
     def _index(self, seq: Sequence, num_computed: int) -> None:
         assert seq.holder is not None
-        self._kvs[seq.rank].index(seq.holder, seq.tokens, num_computed)
+        self._kvs[seq.dp_rank].index(seq.holder, seq.tokens, num_computed)
 
     # How a request ends
 
@@ -374,9 +378,9 @@ class Scheduler:
     def _give_back(self, seq: Sequence) -> None:
         """Row and blocks of a running sequence. Steps run in order: the row is free at once."""
         assert seq.holder is not None
-        self._kvs[seq.rank].close(seq.holder, seq.last_step)
-        self._kvs[seq.rank].release(self._committed_step)
-        self._free_rows[seq.rank].append(seq.row)
+        self._kvs[seq.dp_rank].close(seq.holder, seq.last_step)
+        self._kvs[seq.dp_rank].release(self._committed_step)
+        self._free_rows[seq.dp_rank].append(seq.row)
         self._running.remove(seq)
         seq.account.num_running -= 1
 

@@ -53,7 +53,7 @@ class Sequence:
         self.num_tokens = self.num_prompt  # prompt and committed output
         self._tokens: Tokens = request.prompt_ids  # full, so `append` writes to another array
         # While running:
-        self.rank = 0
+        self.dp_rank = 0
         self.row = -1
         self.holder: Holder | None = None
         self.num_shared = 0  # tokens taken over from the cache, maybe others' too
@@ -67,7 +67,9 @@ class Sequence:
         self.num_reported = 0  # output tokens that were sent in deltas
         self.unreported_logprobs: list[TokenLogprob] = []
         self.has_prefilled = False  # its prompt was computed and committed at least once
-        self.swapped: SwappedOut | None = None  # of its last epoch, on the rank it had
+        self.swapped: SwappedOut | None = (
+            None  # of its last epoch, on the data-parallel rank it had
+        )
 
     @property
     def id(self) -> int:
@@ -95,11 +97,13 @@ class Sequence:
         """Whether one more decode can be of use; those in flight count as one token each."""
         return self.num_output + self.num_pending < self.request.max_tokens
 
-    def start(self, rank: int, row: int, holder: Holder, num_shared: int, num_cached: int) -> None:
+    def start(
+        self, dp_rank: int, row: int, holder: Holder, num_shared: int, num_computed: int
+    ) -> None:
         self._move(State.RUNNING)
-        self.rank, self.row, self.holder = rank, row, holder
+        self.dp_rank, self.row, self.holder = dp_rank, row, holder
         self.num_prefill = self.num_tokens
-        self.num_shared, self.num_planned = num_shared, num_cached
+        self.num_shared, self.num_planned = num_shared, num_computed
 
     def preempt(self, swapped: SwappedOut | None) -> None:
         """Back to waiting. What was not swapped out is computed again; results in flight are

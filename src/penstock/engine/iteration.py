@@ -15,7 +15,7 @@ def describe_step(
     device_bytes: int,
 ) -> IterationStats:
     num_context = plan.num_entries - plan.num_decodes
-    num_reused = sum(join.num_cached // config.tokens_per_block for join in plan.joins)
+    num_reused = sum(join.num_computed // config.tokens_per_block for join in plan.joins)
     return IterationStats(
         iter=plan.step_id,
         timestamp=time.time(),

@@ -50,7 +50,7 @@ def prompt_step(num_tokens: int, num_rows: int, config: RunConfig) -> StepPlan:
     starts[-1] = min(PIECE_TOKENS, config.max_seq_len - lengths[-1])
     joins = tuple(
         RowJoin(
-            request_id=0, rank=0, row=row, token_ids=np.zeros(end, np.int32), num_cached=0,
+            request_id=0, dp_rank=0, row=row, token_ids=np.zeros(end, np.int32), num_computed=0,
             num_prompt=int(end), sampling=SamplingParams(), stop_ids=(),
         )
         for row, end in enumerate(starts + lengths)
@@ -87,15 +87,14 @@ def _step(
     return StepPlan(
         step_id=step_id,
         joins=joins,
-        growth=BlockGrowth(ranks=none, groups=none, rows=none, indices=none, block_ids=none),
+        growth=BlockGrowth(dp_ranks=none, groups=none, rows=none, indices=none, block_ids=none),
         cache_ops=(),
-        ranks=np.zeros_like(rows),
+        dp_ranks=np.zeros_like(rows),
         rows=rows,
         starts=starts,
         num_tokens=lengths,
         num_logit_rows=np.ones_like(rows),
         max_kv_lens=max_kv_lens,
         num_decodes=num_decodes,
-        padded_tokens=int(lengths.sum()),
         needs_late_inputs=False,
     )

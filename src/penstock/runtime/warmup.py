@@ -72,8 +72,8 @@ def warm_up_sampling(
         sampler.join(
             [
                 RowJoin(
-                    request_id=0, rank=0, row=int(row), token_ids=np.zeros(1, np.int32),
-                    num_cached=0, num_prompt=1, sampling=sampling, stop_ids=(),
+                    request_id=0, dp_rank=0, row=int(row), token_ids=np.zeros(1, np.int32),
+                    num_computed=0, num_prompt=1, sampling=sampling, stop_ids=(),
                 )
                 for row in rows
             ]

@@ -27,14 +27,14 @@ class RowJoin:
     """A sequence takes a row. `token_ids` is all it must prefill: its prompt, and after a
     preemption its output.
 
-    The first `num_cached` tokens already have their cache in the row's first blocks.
+    The first `num_computed` tokens already have their cache in the row's first blocks.
     """
 
     request_id: int
-    rank: int
+    dp_rank: int
     row: int
     token_ids: Int32s
-    num_cached: int
+    num_computed: int
     num_prompt: int  # tokens of the user's prompt, the rest of token_ids was generated
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class Move(IntEnum):
 class CopyBlock:
     """Cache operation: dst becomes a copy of src in one cache group, before the forward."""
 
-    rank: int
+    dp_rank: int
     group: int
     src: int
     dst: int
@@ -64,9 +64,9 @@ CacheOp = CopyBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGrowth:
-    """Blocks that rows gained: table[ranks[i]][group][rows[i], indices[i]] = block_ids[i]."""
+    """Blocks that rows gained: table[dp_ranks[i]][group][rows[i], indices[i]] = block_ids[i]."""
 
-    ranks: Int32s
+    dp_ranks: Int32s
     groups: Int32s
     rows: Int32s
     indices: Int32s
@@ -88,14 +88,13 @@ class StepPlan:
     joins: tuple[RowJoin, ...]
     growth: BlockGrowth
     cache_ops: tuple[CacheOp, ...]
-    ranks: Int32s
+    dp_ranks: Int32s
     rows: Int32s
     starts: Int32s
     num_tokens: Int32s
     num_logit_rows: Int32s
     max_kv_lens: Int32s
     num_decodes: int
-    padded_tokens: int  # tokens of the busiest data-parallel rank; an idle rank runs an empty step
     needs_late_inputs: bool  # sample() must wait until every earlier step has been committed
 
     @property

@@ -52,7 +52,7 @@ def test_blocks_come_back_from_host_memory_as_they_were(spec, monkeypatch):
         (0, 4, Move.SWAP_IN), (7, 1, Move.SWAP_IN),
         (4, 7, Move.SWAP_OUT), (7, 2, Move.SWAP_IN),  # a host block is used again
     ]  # fmt: skip
-    kv.apply([CopyBlock(rank=0, group=0, src=a, dst=b, move=move) for a, b, move in moves])
+    kv.apply([CopyBlock(dp_rank=0, group=0, src=a, dst=b, move=move) for a, b, move in moves])
     for block, expected in ((4, third), (1, second), (2, third), (5, fifth)):
         assert all(map(torch.equal, bits(block), expected)), block
 

@@ -25,10 +25,10 @@ CHI_SQUARE = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51, 5: 25.74, 9: 33.72, 19: 50
 def join(row: int, token_ids=(5, 6), num_prompt=None, request_id=0, **sampling) -> RowJoin:
     return RowJoin(
         request_id=request_id,
-        rank=0,
+        dp_rank=0,
         row=row,
         token_ids=np.array(token_ids, np.int32),
-        num_cached=0,
+        num_computed=0,
         num_prompt=len(token_ids) if num_prompt is None else num_prompt,
         sampling=SamplingParams(**sampling),
         stop_ids=(),
