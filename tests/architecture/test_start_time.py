@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-MAX_HELP_S = 0.3
+MAX_HELP_S = 0.5
 OF_THE_API_SERVER = {
     *("numpy", "zmq", "asyncio", "uvicorn", "starlette", "tokenizers", "jinja2", "rich"),
     *("huggingface_hub", "httpx"),

@@ -186,7 +186,7 @@ def test_health_checks_pass_when_the_queue_is_full():
             assert server.http.post("/v1/completions", json={"prompt": "b"}).status_code == 429
             begun = time.monotonic()
             assert server.http.get("/health_generate").status_code == 200
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 30
 
 
 def test_a_keys_file_that_others_may_read_is_warned_of_and_no_key_is_logged(tmp_path: Path):

@@ -70,7 +70,7 @@ class Server:
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log
         try:
-            return httpx.get(f"{self.url}/health", timeout=3).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -128,7 +128,7 @@ class Stream:
         return [json.loads(one[one.index(b"{") :]) for one in lines if b"data: {" in one]
 
 
-def wait_for(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s} s"
@@ -164,7 +164,7 @@ def test_every_front_end_serves_and_shows_the_sums_of_all(start):
             events = server.stream(5).events()
             assert [len(event["choices"]) for event in events] == [1] * 5 + [0]
             assert events[-1]["usage"]["completion_tokens"] == 5
-            assert httpx.get(f"{server.url}/health_generate", timeout=10).status_code == 200
+            assert httpx.get(f"{server.url}/health_generate", timeout=60).status_code == 200
             assert httpx.post(f"{server.url}/v1/completions", content=b"{").status_code == 400
     time.sleep(0.6)  # until all have been told what the engine counted
     # The first counts iterations, and does so only once.
@@ -244,7 +244,7 @@ def test_a_front_end_asked_to_leave_takes_neither_the_port_nor_the_key_with_it(s
         assert httpx.get(f"{server.url}/v1/models", headers=good).status_code == 200
     assert "secret" not in " ".join(second.cmdline())
     second.terminate()
-    second.wait(10)
+    second.wait(60)
     assert server.answers()
     wait_for(lambda: len(server.api_servers()) == 2)
     with server.only(server.api_servers()[1]):
@@ -261,7 +261,7 @@ def test_a_signal_lets_every_front_end_finish_and_leaves_no_process(start):
     server.process.send_signal(signal.SIGTERM)
     for stream in streams:
         assert stream.events()[-1]["usage"]["completion_tokens"] == 40
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     assert not [process for process in server.all[1:] if process.is_running()]
     assert "Traceback" not in server.log
 
@@ -292,7 +292,7 @@ def test_one_that_cannot_start_says_why(tmp_path):
         child.stdin.write(json.dumps(task) + "\n")
         child.stdin.flush()  # and stays open: else it would leave, with code 0
         try:
-            assert child.wait(30) == FAILED
+            assert child.wait(60) == FAILED
         finally:
             child.kill()
         said = child.stderr.read()
@@ -314,12 +314,12 @@ def test_the_deadline_and_a_second_signal_reach_every_api_server(start):
             time.sleep(0.5)
         for one in server.api_servers()[:1] if num_signals == 1 else ():
             with server.only(one):
-                assert httpx.get(f"{server.url}/health", timeout=3).status_code == 503
+                assert httpx.get(f"{server.url}/health", timeout=60).status_code == 503
         for stream in streams:
             last = stream.events()[-1]
             assert "shutting down" in last["error"]["message"], last
-        assert server.process.wait(20) == 0
-        assert time.monotonic() - began < 8
+        assert server.process.wait(60) == 0
+        assert time.monotonic() - began < 120  # of 600
         assert not [process for process in server.all[1:] if process.is_running()]
         assert server.log.count("requests still run and are ended now") == 1
         assert "Traceback" not in server.log and "insisting" not in server.log
@@ -336,7 +336,7 @@ def test_a_killed_engine_ends_the_requests_of_all_and_the_server(start):
     for stream in streams:
         last = stream.events()[-1]
         assert last["error"]["code"] == "engine_unavailable", last
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert not [process for process in server.all[1:] if process.is_running()]
 
 
@@ -344,7 +344,7 @@ def test_a_killed_first_front_end_takes_everything_with_it(start):
     server = start(num_postprocess_workers=2)
     server.children("scripted_engine")
     server.all[0].kill()
-    server.process.wait(10)
+    server.process.wait(60)
     wait_for(lambda: not any(process.is_running() for process in server.all[1:]))
 
 

@@ -23,13 +23,13 @@ def server() -> Iterator[SimpleNamespace]:
 
 
 def send(server: SimpleNamespace, body: bytes, path: str = "/v1/completions") -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body)
     return client
 
 
-def wait_for(condition, limit_s: float = 1.0) -> None:
+def wait_for(condition, limit_s: float = 15.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s} s"
@@ -71,7 +71,7 @@ def test_a_finished_request_is_not_aborted(server):
 
 
 def test_an_announced_body_over_the_limit_is_refused_unread(server):
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     length = MAX_BODY_BYTES + 1
     client.sendall(
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
@@ -80,7 +80,7 @@ def test_an_announced_body_over_the_limit_is_refused_unread(server):
 
 
 def test_an_endless_chunked_body_is_cut_off(server):
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     client.sendall(head)
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
@@ -93,7 +93,7 @@ def test_an_endless_chunked_body_is_cut_off(server):
 
 
 def test_an_endless_header_is_cut_off(server):
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         for _ in range(1000):

@@ -62,7 +62,7 @@ class Server:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 @pytest.fixture
@@ -103,14 +103,14 @@ def test_a_signal_drains_then_aborts_then_stops_the_engine(start, number):
     ) as response:
         next(response.iter_bytes())
         server.process.send_signal(number)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
     assert "engine stopped, aborted ['SLOW']" in server.log
 
 
 def test_the_process_fails_when_the_engine_dies(start):
     server = start("dies")
     server.wait_for_line(READY)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert "the engine has ended" in server.log
 
 
@@ -119,34 +119,34 @@ def test_a_signal_while_loading_ends_the_process(start):
     server.wait_for_line("Waiting for application startup.")
     begun = time.monotonic()
     assert server.stop() == 1
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
     assert READY not in server.log
 
 
 def test_a_signal_before_the_server_hears_of_signals_ends_the_process(start):
     server = start("signalled")
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert "stopped while the engine was starting" in server.log
     assert READY not in server.log and "Traceback" not in server.log
 
 
 def test_a_model_that_is_not_there_is_one_line_before_anything_is_started(start):
     server = start("misses")
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert "model '/no/such/folder': no such folder" in server.log
     assert "Waiting for application startup" not in server.log and "Traceback" not in server.log
 
 
 def test_a_configuration_that_cannot_start_is_one_line(start):
     server = start("refuses")
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert "the checkpoint has no config.json" in server.log
     assert "Traceback" not in server.log and READY not in server.log
 
 
 def test_a_mistake_of_ours_while_starting_is_a_failure_too(start):
     server = start("breaks")
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert "a mistake of ours" in server.log
 
 
@@ -157,7 +157,7 @@ def test_a_port_taken_while_loading_is_a_failure_too(start):
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", server.port))
         other.listen()
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
     assert "cannot listen on port" in server.log and "engine stopped" in server.log
 
 
@@ -168,7 +168,7 @@ def test_a_taken_port_is_said_before_anything_is_loaded(start):
         [sys.executable, str(CHILD), "serves", str(first.port)],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=False,
     )
     assert second.returncode == 1
@@ -192,7 +192,7 @@ def test_a_mistyped_model_is_told_before_a_port_that_is_taken(start):
     first = start("serves")
     first.wait_for_line(READY)
     command = [sys.executable, str(CHILD), "misses", str(first.port)]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 1
     assert "model '/no/such/folder': no such folder" in second.stderr
 

@@ -232,7 +232,7 @@ def test_the_commands_of_the_page_work(server, tmp_path):
             text=True,
             cwd=tmp_path,
             env={"KEY": "secret", "PATH": "/usr/bin:/bin"},
-            timeout=20,
+            timeout=60,
             check=False,
         )
         has_id = "{" in command.split("'")[1] if "'" in command else False

@@ -243,7 +243,7 @@ import shutil
 (dest / "part.whl").write_bytes(bytes(1000))
 (here / "unfinished").write_text(str(os.getpid()))
 (here / "unfinished").rename(here / "pid")
-time.sleep(20)
+time.sleep(600)
 """
 
 
@@ -253,7 +253,7 @@ def test_interrupted_download_leaves_nothing_behind(home, tmp_path):
     wait_for((fake / "pid").exists)
     assert len(visible(home)) > 1
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode != 0
     assert visible(home) == [".some.lock"]
     with pytest.raises(ProcessLookupError):
