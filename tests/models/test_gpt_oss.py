@@ -258,7 +258,7 @@ def test_packed_blocks_and_scales_go_to_their_slots(folder, tmp_path):
         load_weights(halves[0], tmp_path, spec, mesh_of(0, 2), progress=False)
 
 
-def test_random_codes_are_all_and_random_scales_near_what_is_typical():
+def test_random_quantized_values_are_all_and_random_scales_near_what_is_typical():
     model = CpuWeightOnlyExperts(2, 64, 128, RankMesh.single())
     scales = model.parts.down.scales
     scales.typical = (120.0, 1.0)

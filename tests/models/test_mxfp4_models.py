@@ -82,7 +82,7 @@ def test_logits_are_those_of_transformers_with_unpacked_experts(folder, by_refer
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 
-def test_codes_stay_codes_in_memory(folder):
+def test_quantized_weights_stay_so_in_memory(folder):
     for layer in experts_of(load(folder)):
         for part, outputs, tiles in ((layer.gate_up, 2 * FEATURES, 1), (layer.down, SIZE, 1)):
             assert part.weight.values.shape == (NUM_EXPERTS, tiles, outputs, 16)

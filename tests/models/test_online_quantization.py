@@ -119,7 +119,7 @@ def test_experts_are_quantized_each_for_itself(tmp_path, made):
 
 
 @pytest.mark.parametrize("made", ["nf4", "int8"])
-def test_experts_that_are_kept_as_codes_are_the_same(tmp_path, made):
+def test_experts_that_are_kept_quantized_are_the_same(tmp_path, made):
     """As on a GPU, with the op's reference."""
     sizes = {"moe_intermediate_size": 128, "hidden_size": 128, "head_dim": 32}
     make_checkpoint(tmp_path, "qwen3_moe", **sizes)

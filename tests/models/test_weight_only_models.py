@@ -123,7 +123,7 @@ def test_logits_are_those_of_transformers_with_the_plain_numbers(checkpoints, la
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_that_keeps_codes_has_the_same_logits(checkpoints, layout):
+def test_a_model_that_keeps_quantized_weights_has_the_same_logits(checkpoints, layout):
     """As on a GPU, with the op's reference."""
     folder, spec = checkpoints[layout], parse_model_spec(checkpoints[layout])
     plain, coded = Unquantized(), WeightOnlyScheme(spec.quantization.weight_only, has_kernel=True)
@@ -143,7 +143,7 @@ def test_a_model_that_keeps_codes_has_the_same_logits(checkpoints, layout):
 
 
 @pytest.mark.parametrize("layout", ["awq", "gptq", "packed 8 bits", "nvfp4 modelopt", "fp8", "nf4"])
-def test_random_codes_behave_like_plain_numbers(checkpoints, layout):
+def test_random_quantized_weights_behave_like_plain_numbers(checkpoints, layout):
     folder = checkpoints[layout]
 
     def logits(path, schemes):

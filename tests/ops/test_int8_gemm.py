@@ -145,7 +145,7 @@ def test_parts_are_added_as_whole_numbers(device: torch.device) -> None:
         ((4096, 65, 72), "triton"),
     ],
 )
-def test_a_product_fits_where_it_is_quick(shape: tuple[int, int, int], name: str) -> None:
+def test_a_gemm_fits_where_it_is_quick(shape: tuple[int, int, int], name: str) -> None:
     args = operands(*shape, torch.device("cpu"))
     found = (
         impl.name

@@ -82,7 +82,7 @@ def test_every_op_is_right_in_every_variant(variant, tmp_path, monkeypatch, use_
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_coarse_products_keep_16_bits_of_their_inputs(form):
+def test_coarse_gemms_keep_16_bits_of_their_inputs(form):
     torch.manual_seed(1)
     weight = random_weight(form, 100, 320)
     x_TI = torch.randn(11, 320) * 10.0 ** torch.randint(-6, 6, (11, 1))
@@ -225,7 +225,7 @@ def test_a_compiler_that_fails_is_no_error_of_the_start(tmp_path, monkeypatch, c
     assert not list((tmp_path / "home" / "native").iterdir())
 
 
-def test_a_tape_runs_again_with_what_its_inputs_hold_then():
+def test_a_cpu_graph_runs_again_with_what_its_inputs_hold_then():
     loaded, arena = native.library(), tape.Arena(1 << 20)
     x_TD, weight_D = torch.randn(3, 64), torch.randn(64)
     weight = random_weight(FORMS[0], 128, 64)
@@ -256,7 +256,7 @@ def test_an_op_of_torch_cannot_be_recorded():
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 20])
-def test_a_packed_product_is_as_exact_as_sums_in_fp32(form, num_rows):
+def test_a_packed_gemm_is_as_exact_as_sums_in_fp32(form, num_rows):
     torch.manual_seed(num_rows)
     x_TI, weight = torch.randn(num_rows, 576), random_weight(form, 200, 576)
     x_TI *= torch.exp(torch.randn(576))  # some inputs are much larger than others
@@ -266,7 +266,7 @@ def test_a_packed_product_is_as_exact_as_sums_in_fp32(form, num_rows):
     assert ((found - exact).abs() / size).max() < 2**-21
 
 
-def test_a_packed_product_with_an_input_that_is_no_number_is_none():
+def test_a_packed_gemm_with_an_input_that_is_no_number_is_none():
     weight = random_weight(FORMS[0], 64, 64)
     for wrong in (torch.nan, torch.inf, -torch.inf):
         x_TI = torch.randn(3, 64)

@@ -2,8 +2,9 @@
 
 A decode step takes the longer of reading the weights it needs and multiplying with them, then reads
 the KV cache and states of its sequences. Of the experts it needs those that some token has chosen:
-as many as were counted, or as choosing evenly would give. Prompts are bound by their FLOPs: the
-matrices, and causal attention at the bf16 peak. Only the last token of a prompt needs the head.
+as many as were counted, or as choosing evenly would give. A prompt alone is bound in the same way,
+with causal attention at the bf16 peak; of many prompts only the FLOPs count, since they share what
+is read. Only the last token of a prompt needs the head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -159,17 +160,18 @@ class Roofline:
 
     def decode_step_s(self, batch: int, context: float) -> float:
         """One step of `batch` sequences of `context` tokens each."""
-        num_bytes = sum(m.num_bytes for m in self.matrices)
-        if (experts := self.experts) is not None:
-            each = experts.gate_up.num_bytes + experts.down.num_bytes
-            num_bytes += self.num_expert_layers * self.num_activated(batch) * each
         gemms = self._gemm_s(batch) + self.head.gemm_s(batch, self.at)
-        return max(num_bytes / self.at.read_bytes_s, gemms) + self.kv_s(batch, context)
+        return max(self._read_s(batch), gemms) + self.kv_s(batch, context)
 
     def prompt_s(self, length: int) -> float:
-        cached = sum(layer.prompt_flops(length) for layer in self.layers)
-        head = self.head.gemm_s(1, self.at)
-        return self._gemm_s(length) + head + cached / self.at.flops["bf16"]
+        """One prompt on an idle GPU."""
+        gemms = self._gemm_s(length) + self.head.gemm_s(1, self.at)
+        return max(self._read_s(length), gemms) + self._prompt_attention_s(length)
+
+    def prompt_among_many_s(self, length: int) -> float:
+        """What one prompt of many adds."""
+        gemms = self._gemm_s(length) + self.head.gemm_s(1, self.at)
+        return gemms + self._prompt_attention_s(length)
 
     def burst_tok_s(self, count: int, num_in: int, num_out: int) -> float:
         """`count` requests at once; what the cache does not hold waits for the first to end."""
@@ -180,7 +182,7 @@ class Roofline:
         while left:
             running = min(left, most)
             step = self.decode_step_s(running, num_in + num_out / 2)
-            seconds += num_out * step + running * self.prompt_s(num_in)
+            seconds += num_out * step + running * self.prompt_among_many_s(num_in)
             left -= running
         return count * num_out / seconds
 
@@ -191,6 +193,17 @@ class Roofline:
             "tpot1_ms": self.decode_step_s(1, num_in + 128) * 1e3,
             **{f"c{n}_tok_s": self.burst_tok_s(n, num_in, num_out) for n in concurrencies},
         }
+
+    def _read_s(self, num_tokens: int) -> float:
+        """Of the weights that a step of so many tokens needs."""
+        num_bytes = sum(m.num_bytes for m in self.matrices)
+        if (experts := self.experts) is not None:
+            each = experts.gate_up.num_bytes + experts.down.num_bytes
+            num_bytes += self.num_expert_layers * self.num_activated(num_tokens) * each
+        return num_bytes / self.at.read_bytes_s
+
+    def _prompt_attention_s(self, length: int) -> float:
+        return sum(layer.prompt_flops(length) for layer in self.layers) / self.at.flops["bf16"]
 
     def _gemm_s(self, num_tokens: int) -> float:
         matrices = sum(m.gemm_s(num_tokens, self.at) for m in self.matrices[:-1])

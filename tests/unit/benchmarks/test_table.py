@@ -43,7 +43,7 @@ from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 
 # design figures: TPOT(1) in ms, then tok/s of 32 and of 256 requests at once
-KNOWN_FLOORS = {
+KNOWN_ROOFLINES = {
     "8b-bf16": (3.36, 5940, 11790),
     "8b-fp8": (1.82, 8930, 14600),
     "8b-fp8-kv8": (1.80, 11140, 21640),
@@ -74,16 +74,16 @@ def test_a_shape_is_that_of_the_model(shape):
     assert SHAPES[shape].keys() - real.keys() <= added
 
 
-@pytest.mark.parametrize("name", KNOWN_FLOORS)
-def test_floors_computed_from_the_shape_are_the_known_ones(name):
-    floors = roofline_of(ROWS[name]).figures([32, 256], 1024, 1024)
-    tpot, c32, c256 = KNOWN_FLOORS[name]
+@pytest.mark.parametrize("name", KNOWN_ROOFLINES)
+def test_rooflines_computed_from_the_shape_are_the_known_ones(name):
+    rooflines = roofline_of(ROWS[name]).figures([32, 256], 1024, 1024)
+    tpot, c32, c256 = KNOWN_ROOFLINES[name]
     known = {"tpot1_ms": tpot, "c32_tok_s": c32, "c256_tok_s": c256}
-    assert {key: floors[key] for key in known} == pytest.approx(known, rel=0.025)
+    assert {key: rooflines[key] for key in known} == pytest.approx(known, rel=0.025)
 
 
 @pytest.mark.parametrize("name", (*DENSE, *MOE))
-def test_the_weights_of_a_floor_are_those_that_the_engine_holds(name):
+def test_the_weights_of_a_roofline_are_those_that_the_engine_holds(name):
     row = ROWS[name]
     with model_folder(row) as folder:
         spec = parse_model_spec(Path(folder))
@@ -97,19 +97,27 @@ def test_the_weights_of_a_floor_are_those_that_the_engine_holds(name):
 @pytest.mark.parametrize(
     "name, kind, group", [("70b-nvfp4-kv8", "fp4", 16), ("70b-awq-kv8", "int4", 128)]
 )
-def test_the_codes_of_a_floor_are_those_that_kernels_read(name, kind, group):
-    coded = random_quantized(kind, 256, 2048, group, kind == "int4", torch.device("cpu"))
-    held = pack_gpu([coded], keeps_zeros=True)
+def test_the_quantized_weights_of_a_roofline_are_those_that_kernels_read(name, kind, group):
+    quantized = random_quantized(kind, 256, 2048, group, kind == "int4", torch.device("cpu"))
+    held = pack_gpu([quantized], keeps_zeros=True)
     assert held is not None
     (found,) = {matrix.kind for matrix in roofline_of(ROWS[name]).matrices[:-1]}
     assert held.num_bytes == pytest.approx(Matrix("", 256, 2048, found).num_bytes, rel=0.01)
 
 
-def test_attention_that_is_left_plain_beside_coded_experts_is_read_as_such():
+def test_attention_that_is_left_plain_beside_quantized_experts_is_read_as_such():
     dense, experts = (roofline_of(ROWS["r1-13-layers-nvfp4"]).layers[i] for i in (0, 3))
     kinds = {matrix.name: matrix.kind for matrix in dense.matrices + experts.matrices}
     assert kinds["o"] == kinds["q_b"] == kinds["router"] == "bf16"
     assert kinds["gate_up"] == kinds["shared down"] == experts.experts.down.kind == "nvfp4"
+
+
+@pytest.mark.parametrize("name, read_ms", [("next-80b-fp8", 17.9), ("oss-120b", 14.4)])
+def test_a_lone_prompt_reads_its_weights_and_many_share_them(name, read_ms):
+    roofline = roofline_of(ROWS[name])
+    assert roofline.prompt_s(1024) * 1e3 == pytest.approx(read_ms, rel=0.01)
+    assert roofline.prompt_among_many_s(1024) < roofline.prompt_s(1024)
+    assert roofline.prompt_s(32768) == roofline.prompt_among_many_s(32768)  # FLOPs decide
 
 
 def test_the_cache_of_the_large_model_does_not_hold_256_sequences():
@@ -215,7 +223,7 @@ def test_the_rows_with_experts_take_seven_minutes_at_most():
     assert sum(expected_s(ROWS[name], args) for name in args.rows) <= 7 * 60
 
 
-def test_ratios_above_one_are_in_our_favour(capsys):
+def test_ratios_above_one_are_in_our_favor(capsys):
     figures = {"tpot1_ms": 4.2, "c32_tok_s": 5346.0, "ttft1_ms": 30.0}
     compared = compare(ROWS["8b-bf16"], figures, {"tpot1_ms": 3.36})
     assert compared["tpot1_ms"]["of_roofline"] == pytest.approx(0.8)
@@ -232,16 +240,16 @@ def test_exclusive_time_is_what_a_kernel_adds():
     assert exclusive(spans) == [10, 4, 0, 1]
 
 
-def test_a_product_is_known_by_its_place_in_the_step():
+def test_a_gemm_is_known_by_its_place_in_the_step():
     row = ROWS["tiny"]
-    floors = roofline_of(row)
+    rooflines = roofline_of(row)
     layer = ["_add_rms_norm", "_gemv", "_rope_kv_write", "_decode", "_reduce"]
     layer += ["void nvjet_tst_64x8<float>(int)", "_gemv", "_gemv"]
     step = ["_decode_inputs", *layer * 2, "_gemv", "_best_of_split"]
     names = ["_reduce", *step * 3]  # the end of one step, three, of which the last may be cut
     spans = [Span(name, 10.0 * i, 10.0 * i + 8.0) for i, name in enumerate(names)]
     assert [len(one) for one in whole_steps(spans)] == [len(step)] * 2
-    lines = {line.name: line for line in lines_of(spans, floors, batch=2, context=100)}
+    lines = {line.name: line for line in lines_of(spans, rooflines, batch=2, context=100)}
     assert {"qkv: _gemv", "o: nvjet_tst_64x8", "gate_up: _gemv", "head: _gemv"} < lines.keys()
     assert lines["down: _gemv"].count == pytest.approx(2)
     assert lines["down: _gemv"].exclusive_us == pytest.approx(16)
@@ -250,9 +258,9 @@ def test_a_product_is_known_by_its_place_in_the_step():
     assert lines["_reduce"].roofline_us is None
 
 
-def test_kernels_of_experts_and_memories_have_the_floor_of_all_their_layers():
+def test_kernels_of_experts_and_memories_have_the_roofline_of_all_their_layers():
     row = ROWS["next-80b-fp8"]
-    floors = roofline_of(row, {4: 30.0})
+    rooflines = roofline_of(row, {4: 30.0})
     kernels = [
         "_decode_inputs",
         "_step",
@@ -262,7 +270,7 @@ def test_kernels_of_experts_and_memories_have_the_floor_of_all_their_layers():
         "_grouped",
     ]
     spans = [Span(name, 10.0 * i, 10.0 * i + 8.0) for i, name in enumerate(kernels * 2)]
-    lines = {line.name: line for line in lines_of(spans, floors, batch=4, context=100)}
+    lines = {line.name: line for line in lines_of(spans, rooflines, batch=4, context=100)}
     gate_up, down = (48 * 30 * n * 512 * 2048 * (8 + 1 / 512) / 8 / 4.52e6 for n in (2, 1))
     assert lines["_gate_up_small_m"].roofline_us == pytest.approx(gate_up)
     assert lines["_down_small_m"].roofline_us == pytest.approx(down)
@@ -271,7 +279,7 @@ def test_kernels_of_experts_and_memories_have_the_floor_of_all_their_layers():
     assert lines["_decode"].roofline_us == pytest.approx(12 * 4 * 100 * 2 * 2 * 256 * 2 / 4.52e6)
 
 
-def test_other_numbers_of_products_are_not_guessed():
+def test_other_numbers_of_gemms_are_not_guessed():
     spans = [Span(name, i, i + 1) for i, name in enumerate(["_decode_inputs", "_gemv"] * 2)]
     lines = lines_of(spans, roofline_of(ROWS["tiny"]), batch=1, context=1)
     assert {line.name for line in lines} == {"_decode_inputs", "_gemv"}

@@ -33,7 +33,7 @@ def test_every_type_that_is_read_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_packed_codes_are_the_unpacked_weights(name: str) -> None:
+def test_packed_weights_are_the_unpacked_weights(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     lines = random_lines(name, 20, 512)
     expected = torch.from_numpy(gguf.dequantize(lines, kind))
