@@ -63,7 +63,7 @@ class Experts:
     """Of one layer; the matrices are those of one expert."""
 
     num_all: int
-    num_active: int  # of a token
+    num_active: float  # of a token; of a shard of the experts those of it, on average
     gate_up: Matrix
     down: Matrix
 
