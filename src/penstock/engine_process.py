@@ -29,7 +29,8 @@ _EXIT_GRACE_S = 15.0
 def main() -> None:
     task: dict[str, Any] = read_task()
     config = EngineConfig.model_validate(task["config"])
-    log.setup("engine", config.log_level)
+    is_replica = config.data_parallel_size > 1
+    log.setup(f"engine {task['replica']}" if is_replica else "engine", config.log_level)
     forked = stand_by(config)
     timeline = Timeline(task["begun_at"])
     timeline.phases.append(("read settings", task["spawned_at"] - task["begun_at"]))

@@ -103,6 +103,9 @@ class FakeClient:
     def is_healthy(self) -> bool:
         return self.healthy
 
+    def is_silent(self, index: int) -> bool:
+        return not self.healthy
+
     def end_all(self, reason: str) -> None:
         for one in list(self.open):
             one.end(reason)

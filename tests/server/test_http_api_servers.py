@@ -277,7 +277,7 @@ def test_one_that_cannot_start_says_why(tmp_path):
         listener.bind(("127.0.0.1", 0))
         task = {
             "config": config.model_dump(mode="json"), "access": Access.load(config).to_task(),
-            "tokenizer_folder": str(model), "engine": address(str(tmp_path), "engine"),
+            "tokenizer_folder": str(model), "engines": [address(str(tmp_path), "engine")],
             "shared_state": shared.path, "num_api_servers": 2, "reason": "",
             "listener": listener.fileno(), "index": 1, "client_id": 2,
         }  # fmt: skip

@@ -1,7 +1,6 @@
 """How many GPUs, and how they share a model: memory, latency and throughput before any is rented.
 
-Every strategy that `penstock serve` runs on one machine: replicas (servers beside each other), each
-of them tensor parallel, with the experts sharded like the rest or spread over the ranks (expert
+Every strategy that `penstock serve` runs on one machine: replicas behind one port, each of them tensor parallel, with the experts sharded like the rest or spread over the ranks (expert
 parallel). Times follow from the rooflines of one rank's shard, its all-reduces over the links, and
 two numbers that measurements on one H200 gave: what kernels reach of a roofline, and what a layer
 costs that no roofline counts. `docs/scaling.md` has predicted beside measured.
@@ -85,6 +84,7 @@ class Strategy:
     def command(self, model: str) -> str:
         flags = f" --tp_size {self.tp_size}" if self.tp_size > 1 else ""
         flags += f" --ep_size {self.ep_size}" if self.ep_size > 1 else ""
+        flags += f" --dp_size {self.replicas}" if self.replicas > 1 else ""
         return f"penstock serve {model}{flags}"
 
 

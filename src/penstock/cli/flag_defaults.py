@@ -18,6 +18,7 @@ DEFAULTS = {
     "seed": "drawn anew",
     "device": "auto",
     "tensor_parallel_size": "1",
+    "data_parallel_size": "1",
     "moe_expert_parallel_size": "one set, all devices share every expert",
     "moe_tensor_parallel_size": "tensor_parallel_size / moe_expert_parallel_size",
     "num_threads": "the cores this machine has",

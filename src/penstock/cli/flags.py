@@ -67,6 +67,9 @@ _MODEL = (
 _DEVICES = (
     Flag("device", "text", "auto, cuda or cpu"),
     Flag("tensor_parallel_size tp_size", "int", "GPUs that share each layer"),
+    Flag(
+        "data_parallel_size dp_size", "int", "engines behind this port, each with GPUs of its own"
+    ),
     Flag("moe_expert_parallel_size ep_size", "int", "expert-parallel groups of these GPUs"),
     Flag("moe_tensor_parallel_size", "int", "GPUs that share each expert"),
     Flag("num_threads", "int", "CPU threads of each engine process"),

@@ -122,8 +122,3 @@ def _recommend(chosen: Outlook, outlooks: list[Outlook], model: str, goal: str) 
         print(f"{chosen.tok_s:,.0f} tok/s, with {second.strategy} {second.tok_s:,.0f}.")
     print()
     print(f"    {chosen.strategy.command(model)}")
-    if chosen.strategy.replicas > 1:
-        print(
-            f"\non each of {chosen.strategy.replicas} servers with CUDA_VISIBLE_DEVICES and --port "
-            "of its own, behind a load balancer."
-        )

@@ -90,6 +90,7 @@ def resolve(
         device=kind,
         num_threads=choices.add("num_threads", _num_threads(config, device, kind)),
         tp_size=tp_size,
+        dp_size=config.data_parallel_size,
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len,
@@ -145,6 +146,13 @@ def _check_ranks(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind
             f"tensor_parallel_size is {size}, but there are {num_gpus} GPUs; lower it to "
             f"{max(num_gpus, 1)}"
             + ("" if num_gpus else ", or set device to cpu to run the ranks as CPU processes")
+        )
+    num_engines = config.data_parallel_size
+    if num_engines > 1 and num_gpus < size and not on_asked_cpu:  # of the GPUs that are this one's
+        raise ConfigError(
+            f"data_parallel_size is {num_engines}, which takes {num_engines * size} GPUs, "
+            f"{size} for each engine; lower it"
+            + ("" if num_gpus else ", or set device to cpu to run the engines on the CPU")
         )
     if spec.num_heads % size:
         raise ConfigError(
@@ -420,16 +428,18 @@ def _host_cache(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned
         return size, "set by kv_cache_config.host_cache_size"
     if kind == "cpu":
         return 0, "the cache is in host memory"
-    share = device.host_bytes // _HOST_CACHE_PART // config.tensor_parallel_size
-    return share, f"{config.tensor_parallel_size} rank(s), 1/{_HOST_CACHE_PART} of host memory"
+    num_ranks = config.tensor_parallel_size * config.data_parallel_size
+    share = device.host_bytes // _HOST_CACHE_PART // num_ranks
+    return share, f"{num_ranks} rank(s), 1/{_HOST_CACHE_PART} of host memory"
 
 
 def _num_threads(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[int]:
     if config.num_threads is not None:
         return config.num_threads, "set by num_threads"
     if kind == "cpu":
-        share = max(1, device.num_threads // config.tensor_parallel_size)
-        return share, f"{device.num_threads} cores, {config.tensor_parallel_size} rank(s)"
+        num_ranks = config.tensor_parallel_size * config.data_parallel_size
+        share = max(1, device.num_threads // num_ranks)
+        return share, f"{device.num_threads} cores, {num_ranks} rank(s)"
     return min(_MAX_HOST_THREADS, device.num_threads), "the GPU computes, the host only loads"
 
 

@@ -49,6 +49,7 @@ class RunConfig:
     graph_batch_sizes: tuple[int, ...]  # of decodes, ascending; empty: no CUDA graphs
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
+    dp_size: int = 1  # engines like this one on the machine
     quantization: str | None = None  # what the plain weights of a checkpoint become while loading
     reduced_precision_matmul: bool = (
         False  # of packed weights on a CPU: with 16 bits of their inputs

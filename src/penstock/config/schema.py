@@ -181,6 +181,14 @@ class EngineConfig(StrictModel):
     tensor_parallel_size: int = setting(
         1, "Number of devices that share each layer; each runs one process.", ge=1, le=1024
     )
+    data_parallel_size: int = setting(
+        1,
+        "Number of engines behind this port, each with the whole model on tensor_parallel_size "
+        "devices of its own. Requests go where their prefix is cached, or to the least busy one; "
+        "one that dies is started again while the others answer.",
+        ge=1,
+        le=32,
+    )
     moe_expert_parallel_size: int | None = setting(
         None,
         "Number of sets into which these devices fall for layers of experts: each set has other "

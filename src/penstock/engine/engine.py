@@ -89,7 +89,7 @@ class Engine:
         mailbox.open(self._info(loaded, cache, [loaded.memory.weights, *weights], timeline))
 
     def _wire(self, loaded: LoadedRank, runner: ModelRunner, cache: CacheSize) -> None:
-        config, counters = self.config, EngineCounters()
+        config, counters = self.config, EngineCounters(engines=1)
         sizes = zip(loaded.groups, cache.num_blocks, strict=True)
         groups = [cache_group(group, num, config) for group, num in sizes]
         self.scheduler = Scheduler(config, [KVManager(groups, cache.num_host_blocks)], counters)

@@ -1,7 +1,8 @@
 """`EngineClient`: requests down to the engine(s), token deltas up, one terminal delta per request.
 
-Routes each submit to the live engine with the fewest open requests. Whatever happens to an engine,
-every request it held ends: with what the engine said, or with `FinishReason.ERROR`. Knows no text.
+Of several engines `routing` picks one for each submit. Whatever happens to an engine, every request
+it held ends: with what the engine said, or with `FinishReason.ERROR`. One that is started again is
+greeted again and then takes requests like the others. Knows no text.
 Everything here runs in one event loop; only `engine_died` may be called from other threads.
 """
 
@@ -10,11 +11,12 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 
 from penstock import log
 from penstock.errors import BackendError, WorkerDied
 from penstock.frontend.capacity import Capacity, Holdings
+from penstock.frontend.routing import Router
 from penstock.ipc.address import address
 from penstock.ipc.channel import AsyncReceiver, ChannelFull, Sender
 from penstock.ipc.messages import (
@@ -29,9 +31,10 @@ from penstock.ipc.messages import (
     Submit,
     ToClient,
 )
+from penstock.ipc.shared import Row
 from penstock.types.outputs import TokenDelta
 from penstock.types.request import FinishReason, Request, request_id
-from penstock.types.stats import EngineCounters, IterationStats
+from penstock.types.stats import GAUGES, EngineCounters, IterationStats, added
 
 _log = log.get(__name__)
 
@@ -57,19 +60,43 @@ class _EngineLink:
     ) -> None:
         self.sender = Sender(engine)
         self.receiver = AsyncReceiver(own, ToClient)
-        self.ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self._loop = loop
+        self.ready = self._new_future()
         self.sinks: dict[int, Sink] = {}  # of every open request
         self._holdings = holdings
         self._held: dict[int, tuple[int, int]] = {}  # their tenants and prompt tokens
         self.counters = EngineCounters()
+        self._past = EngineCounters()  # totals of the processes that ran before this one
         self.iterations: deque[IterationStats] = deque(maxlen=max_stats_len)
         self.last_heard = 0.0
         self.failure: str | None = None
         self.listener: asyncio.Task[None] | None = None
 
+    def _new_future(self) -> "asyncio.Future[EngineInfo]":
+        ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        # Nobody may look: start() was cancelled, or the engine is on its way once more.
+        ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return ready
+
     @property
     def is_up(self) -> bool:
         return self.failure is None and self.ready.done() and not self.ready.cancelled()
+
+    @property
+    def load(self) -> int:
+        """Requests open: ours, or all that the engine has told of."""
+        return max(len(self.sinks), self.counters.running + self.counters.waiting)
+
+    @property
+    def total(self) -> EngineCounters:
+        """With what was counted before the engine was started again."""
+        return added([self._past, self.counters])
+
+    def reopen(self) -> None:
+        """The engine has failed and is being started again."""
+        self._past = replace(self.total, **dict.fromkeys(GAUGES, 0))
+        self.counters = EngineCounters()
+        self.failure, self.ready = None, self._new_future()
 
     def open(self, requests: Sequence[Request], sink: Sink) -> None:
         for request in requests:
@@ -106,7 +133,8 @@ class _EngineLink:
 class EngineClient:
     """Must be made inside the running event loop it will be used in.
 
-    `capacity` bounds what may be open, one bound for all API servers that share the engines.
+    `capacity` bounds what may be open, one bound for all API servers that share the engines, as
+    they share the table `routes`.
     """
 
     def __init__(
@@ -117,6 +145,7 @@ class EngineClient:
         client_id: int = 1,
         max_stats_len: int = 1000,
         capacity: Capacity | None = None,
+        routes: Row | None = None,
         silence_limit_s: float = SILENCE_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -126,6 +155,9 @@ class EngineClient:
         self.capacity = Capacity() if capacity is None else capacity
         self._silence_limit_s = silence_limit_s
         self._clock = clock
+        self._routes = routes
+        self._router: Router | None = None
+        self._info: EngineInfo | None = None
         self._links = [
             _EngineLink(
                 engine,
@@ -141,20 +173,24 @@ class EngineClient:
         """Introduce ourselves and wait until every engine is built, however long that takes."""
         for link in self._links:
             link.listener = self._loop.create_task(self._listen(link))
-            link.sender.send(
-                Hello(
-                    version=PROTOCOL_VERSION,
-                    client_id=self._client_id,
-                    address=link.receiver.address,
-                )
-            )
-        await asyncio.gather(*(asyncio.shield(link.ready) for link in self._links))
+            self._greet(link)
+        infos = await asyncio.gather(*(asyncio.shield(link.ready) for link in self._links))
+        self._info = infos[0]
+        if len(infos) > 1:
+            self._router = Router(infos[0].tokens_per_block, self._routes)
         return self.info
+
+    def _greet(self, link: _EngineLink) -> None:
+        hello = Hello(
+            version=PROTOCOL_VERSION, client_id=self._client_id, address=link.receiver.address
+        )
+        link.sender.send(hello)
 
     @property
     def info(self) -> EngineInfo:
         """What the engines are; all are alike."""
-        return self._links[0].ready.result()
+        assert self._info is not None, "start() has not returned"
+        return self._info
 
     @property
     def num_open(self) -> int:
@@ -165,12 +201,7 @@ class EngineClient:
         """The engines' latest counters, added up."""
         if len(self._links) == 1:
             return self._links[0].counters
-        return EngineCounters(
-            **{
-                field.name: sum(getattr(link.counters, field.name) for link in self._links)
-                for field in fields(EngineCounters)
-            }
-        )
+        return added([link.total for link in self._links])
 
     def drain_iterations(self) -> list[IterationStats]:
         """Iterations since the last call; the oldest are lost beyond `max_stats_len`."""
@@ -179,13 +210,25 @@ class EngineClient:
             link.iterations.clear()
         return drained
 
+    @property
+    def num_engines(self) -> int:
+        return len(self._links)
+
+    @property
+    def num_up(self) -> int:
+        return sum(link.is_up for link in self._links)
+
     def is_healthy(self) -> bool:
-        """Every engine is up, and idle or heard from lately."""
-        now = self._clock()
-        return all(
-            link.is_up and (not link.sinks or now - link.last_heard < self._silence_limit_s)
-            for link in self._links
-        )
+        """Some engine is up, and idle or heard from lately."""
+        return any(link.is_up and self._is_heard(link) for link in self._links)
+
+    def is_silent(self, index: int) -> bool:
+        """That engine has something to do and says nothing, or has said that it cannot go on."""
+        link = self._links[index]
+        return link.failure is not None or (link.is_up and not self._is_heard(link))
+
+    def _is_heard(self, link: _EngineLink) -> bool:
+        return not link.sinks or self._clock() - link.last_heard < self._silence_limit_s
 
     def new_id(self) -> int:
         return request_id(self._client_id, next(self._serial))
@@ -214,12 +257,22 @@ class EngineClient:
             except ChannelFull as error:
                 _log.warning("abort of %d requests: %s", len(mine), error)
 
-    def engine_died(self, index: int, message: str) -> None:
-        """From any thread: engine `index` has ended by itself."""
+    def engine_died(self, index: int, message: str, restarts: bool = False) -> None:
+        """From any thread: engine `index` has ended by itself, and comes back if it `restarts`."""
         link = self._links[index]
 
+        def fail() -> None:
+            link.fail(message, WorkerDied)
+            if restarts and self._info is not None:  # before the first start, that has failed
+                link.reopen()
+                if self._router is not None:
+                    self._router.forget(index)
+                # Waits at the address for the next process; behind what the last one did not read,
+                # which that one drops, since it does not know us before.
+                self._greet(link)
+
         def fail_after_last_words() -> None:
-            self._loop.call_later(_LAST_WORDS_S, link.fail, message, WorkerDied)
+            self._loop.call_later(_LAST_WORDS_S, fail)
 
         try:
             self._loop.call_soon_threadsafe(fail_after_last_words)
@@ -235,8 +288,6 @@ class EngineClient:
         """End every open request and let go of the sockets."""
         for link in self._links:
             link.fail("the engine is being shut down", WorkerDied)
-            if not link.ready.cancelled():
-                link.ready.exception()  # start() may have been cancelled before it looked
             if link.listener is not None:
                 link.listener.cancel()
         listeners = [link.listener for link in self._links if link.listener is not None]
@@ -246,13 +297,16 @@ class EngineClient:
             link.receiver.close()
 
     def _pick(self, requests: Sequence[Request]) -> _EngineLink:
-        up = [link for link in self._links if link.is_up]
+        up = {index: link for index, link in enumerate(self._links) if link.is_up}
         if not up:
             raise WorkerDied(self._links[0].failure or "the engine is not ready yet")
         num_tokens = sum(len(request.prompt_ids) for request in requests)
         self.capacity.check_request(self.info, len(requests), len(requests), num_tokens)
         self.capacity.check_room(self.info, len(up), requests[0].tenant, len(requests), num_tokens)
-        return min(up, key=lambda link: len(link.sinks))
+        if self._router is None:
+            return self._links[0]
+        loads = {index: link.load for index, link in up.items()}
+        return up[self._router.pick(loads, requests[0])]
 
     async def _listen(self, link: _EngineLink) -> None:
         try:

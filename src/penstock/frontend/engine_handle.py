@@ -1,65 +1,135 @@
-"""`EngineHandle`: starts the engine process, notices its end, stops it in order.
+"""`EngineHandle`: starts the engine processes, notices when one ends, stops them in order.
 
-Knows the process and its address, not what is said to it (see `client`). Light: the process is
-started before this one imports the rest of what it needs.
+Knows the processes and their addresses, not what is said to them (see `client`). Light: the
+processes are started before this one imports the rest of what it needs.
 """
 
+import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock import log
 from penstock.ipc.address import address, private_folder, remove
-from penstock.ipc.process import Child, need_open_files
+from penstock.ipc.process import Child, need_open_files, own_gpus
 
 ENGINE_MODULE = "penstock.engine_process"
+_RESTART_DELAY_S = 1.0
+_MAX_RESTARTS = 3  # of a replica, one soon after the other
+_SOON_S = 60.0
+_log = log.get(__name__)
+
+OnEnd = Callable[[int, str], None]
+"""Which engine ended by itself, and how. Called in another thread."""
 
 
 class EngineHandle:
-    """The address exists at once, the process after `start`.
+    """The addresses exist at once, the processes after `start`.
 
-    `ended`: what happened, if it ends by itself; its callbacks then run in another thread.
+    Of several engines (replicas) one that ends by itself is started again, at its address, while
+    the others go on. One alone is not: whoever supervises the server starts that anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_engines: int = 1) -> None:
         need_open_files()
         self.socket_folder = private_folder()
-        self.address = address(self.socket_folder, "engine")
-        self.ended: Future[str] = Future()
-        self._child: Child | None = None
+        self.addresses = [address(self.socket_folder, "engine") for _ in range(num_engines)]
+        self._task: dict[str, Any] = {}
+        self._children: dict[int, Child] = {}
+        self._spawned_at = [0.0] * num_engines
+        self._num_restarts = [0] * num_engines
+        self._ends: list[tuple[int, str]] = []
+        self._listeners: list[OnEnd] = []
+        self._has_failed = False
+        self._is_stopping = False
+        self._lock = threading.Lock()
+
+    @property
+    def restarts(self) -> bool:
+        """Whether an engine that has ended comes back."""
+        return len(self.addresses) > 1
 
     def start(self, config: Mapping[str, Any], begun_at: float | None = None) -> None:
-        """Spawn it. `begun_at`: when somebody began to wait for it, if not now."""
-        assert self._child is None, "an engine handle starts one process"
-
-        def report(code: int) -> None:
-            how = f"by signal {-code}" if code < 0 else f"with code {code}"
-            self.ended.set_result(f"the engine process ended {how}; its log says why")
-
-        spawned_at = time.time()
-        task = {
+        """Spawn them. `begun_at`: when somebody began to wait for them, if not now."""
+        assert not self._children, "an engine handle starts its processes once"
+        self._task = {
             "config": dict(config),
-            "address": self.address,
-            "begun_at": spawned_at if begun_at is None else begun_at,
-            "spawned_at": spawned_at,
+            "begun_at": time.time() if begun_at is None else begun_at,
         }
-        self._child = Child(ENGINE_MODULE, task, "engine", report)
+        for index in range(len(self.addresses)):
+            self._spawn(index)
+
+    def watch(self, on_end: OnEnd) -> None:
+        """Tell of every engine that ends by itself, also of those that have."""
+        with self._lock:
+            self._listeners.append(on_end)
+            ends = list(self._ends)
+        for index, message in ends:
+            on_end(index, message)
+
+    def kill(self, index: int) -> None:
+        """One that hangs; it then ends by itself, as far as anybody is told."""
+        self._children[index].kill_unasked()
 
     @property
     def is_started(self) -> bool:
-        return self._child is not None
+        return bool(self._children)
 
     @property
     def pid(self) -> int:
-        assert self._child is not None
-        return self._child.pid
+        return self._children[0].pid
 
     @property
     def is_alive(self) -> bool:
-        return self._child is not None and self._child.alive
+        """Whether what was started can go on."""
+        return self.is_started and not self._has_failed
 
     def stop(self) -> None:
-        """Blocks until the process is gone; may be called twice."""
-        if self._child is not None:
-            self._child.stop()
+        """Blocks until the processes are gone; may be called twice."""
+        with self._lock:
+            self._is_stopping = True
+            children = list(self._children.values())
+        for child in children:
+            child.ask_to_leave()
+        for child in children:
+            child.stop()
         remove(self.socket_folder)
+
+    def _spawn(self, index: int) -> None:
+        with self._lock:
+            if self._is_stopping:
+                return
+            self._spawned_at[index] = time.time()
+            task = {
+                **self._task,
+                "address": self.addresses[index],
+                "spawned_at": self._spawned_at[index],
+                "replica": index,
+            }
+            if self._num_restarts[index]:
+                task["begun_at"] = self._spawned_at[index]
+            name, env = "engine", {}
+            if len(self.addresses) > 1:
+                name = f"engine {index}"
+                env = own_gpus(index, self._task["config"]["tensor_parallel_size"])
+            self._children[index] = Child(
+                ENGINE_MODULE, task, name, lambda code: self._ended(index, code), env=env
+            )
+
+    def _ended(self, index: int, code: int) -> None:
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        message = f"the engine process ended {how}; its log says why"
+        with self._lock:
+            lived_s = time.time() - self._spawned_at[index]
+            self._num_restarts[index] = 1 if lived_s > _SOON_S else self._num_restarts[index] + 1
+            again = self.restarts and self._num_restarts[index] <= _MAX_RESTARTS
+            self._has_failed |= not again
+            self._ends.append((index, message))
+            listeners = list(self._listeners)
+        for on_end in listeners:
+            on_end(index, message)
+        if again:
+            _log.warning("engine %d is started again", index)
+            timer = threading.Timer(_RESTART_DELAY_S, self._spawn, (index,))
+            timer.daemon = True
+            timer.start()

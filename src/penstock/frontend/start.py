@@ -4,7 +4,8 @@
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.frontend.pipeline import GenerationPipeline
 from penstock.frontend.rendering import Renderer, TemplateTexts, start_renderer
 from penstock.frontend.tokenizer_folder import tokenizer_folder
 from penstock.ipc.address import folder_of
+from penstock.ipc.shared import Row
 from penstock.text.chat import read_chat_template
 from penstock.text.chat_format import ChatFormat, choose_chat_format
 from penstock.text.harmony_prompt import HarmonyTemplate, is_gpt_oss
@@ -25,7 +27,7 @@ from penstock.text.tokenizer import Tokenizer
 async def start_pipeline(config: EngineConfig) -> tuple[GenerationPipeline, EngineHandle]:
     """A pipeline with an engine of its own, ready. Hand both to `stop_pipeline` in the end."""
     folder = await asyncio.to_thread(tokenizer_folder, config)
-    handle = EngineHandle()
+    handle = EngineHandle(config.data_parallel_size)
     return await start_engine(config, folder, handle), handle
 
 
@@ -34,6 +36,7 @@ async def start_engine(
     folder: Path | None,
     handle: EngineHandle,
     capacity: Capacity | None = None,
+    routes: Row | None = None,
 ) -> GenerationPipeline:
     """The pipeline of the process that owns the engine, which may be on its way already; `folder`
     is the tokenizer's.
@@ -41,15 +44,16 @@ async def start_engine(
     The tokenizer is loaded while the engine starts; if either fails, nothing is left behind.
     """
     client = EngineClient(
-        [handle.address],
+        handle.addresses,
         handle.socket_folder,
         max_stats_len=config.max_stats_len,
         capacity=capacity,
+        routes=routes,
     )
     try:
         if not handle.is_started:
             handle.start(config.model_dump(mode="json"))
-        handle.ended.add_done_callback(lambda ended: client.engine_died(0, ended.result()))
+        handle.watch(partial(client.engine_died, restarts=handle.restarts))
         return await _connect(client, config, folder)
     except BaseException:
         await _stop(client, handle)
@@ -59,17 +63,19 @@ async def start_engine(
 async def join_engine(
     config: EngineConfig,
     folder: Path | None,
-    engine: str,
+    engines: Sequence[str],
     client_id: int,
     capacity: Capacity,
+    routes: Row | None = None,
 ) -> GenerationPipeline:
-    """The pipeline of a further API server; the engine at the address `engine` is another's."""
+    """The pipeline of a further API server; the engines at these addresses are another's."""
     client = EngineClient(
-        [engine],
-        folder_of(engine),
+        engines,
+        folder_of(engines[0]),
         client_id=client_id,
         max_stats_len=config.max_stats_len,
         capacity=capacity,
+        routes=routes,
     )
     try:
         return await _connect(client, config, folder)

@@ -41,6 +41,14 @@ def need_open_files() -> None:
         )
 
 
+def own_gpus(index: int, count: int) -> dict[str, str]:
+    """The environment of a child that sees, of our GPUs, only the `index`-th `count`."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first, after = index * count, (index + 1) * count
+    names = seen.split(",")[first:after] if seen else map(str, range(first, after))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+
 class Child:
     """One `python -m module`, by `child`. `on_exit(code)`: in a thread, when it ends by itself."""
 
@@ -51,6 +59,7 @@ class Child:
         name: str,
         on_exit: Callable[[int], None],
         pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] = {},
     ) -> None:
         self.name = name
         self._stopping = False
@@ -60,7 +69,7 @@ class Child:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock.ipc.child", module],
             stdin=subprocess.PIPE,
-            env=_DEFAULT_ENV | os.environ,
+            env={**_DEFAULT_ENV, **os.environ, **env},
             start_new_session=True,
             pass_fds=pass_fds,
         )
@@ -98,6 +107,10 @@ class Child:
     def kill(self) -> None:
         """At once, for a child that has nothing to put in order."""
         self.ask_to_leave()
+        self._process.kill()
+
+    def kill_unasked(self) -> None:
+        """A child that hangs: its end counts as its own."""
         self._process.kill()
 
     def stop(self, grace_s: float = 10.0) -> None:

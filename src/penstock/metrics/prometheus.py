@@ -13,7 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from penstock.types.stats import EngineCounters
+from penstock.types.stats import GAUGES, EngineCounters
 
 # penstock metric -> its other names (families, so without _total, _bucket, ...)
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -62,14 +62,13 @@ _HELP: Mapping[str, str] = {  # fields of `EngineCounters`
     "used_blocks": "KV blocks that sequences hold now",
     "cached_blocks": "KV blocks that are free and still hold a reusable prefix now",
     "total_blocks": "KV blocks of the cache, used or free",
+    "engines": "Engines that are up; fewer than data_parallel_size while one is started again",
 }
 _EXPOSED_AS: Mapping[str, str] = {  # fields whose metric has another name, which users have
     "swapped_out_blocks": "kept_blocks",
     "swapped_in_blocks": "fetched_blocks",
 }
-_GAUGES = frozenset(
-    ("max_steps_in_flight", "running", "waiting", "used_blocks", "cached_blocks", "total_blocks")
-)
+_GAUGES = frozenset(("max_steps_in_flight", *GAUGES))
 _COUNTER_ALIASES: Mapping[str, tuple[str, ...]] = {
     "prompt_tokens": ("trtllm_prompt_tokens", "vllm:prompt_tokens"),
     "generated_tokens": ("trtllm_generation_tokens", "vllm:generation_tokens"),

@@ -67,7 +67,7 @@ def _plan_memory(
             config,
             weights=weights,
             activations=cpu_activations(config, spec),
-            free=available_bytes() // config.tp_size,
+            free=available_bytes() // (config.tp_size * config.dp_size),
             groups=groups,
             process=process,
         )

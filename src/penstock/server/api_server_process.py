@@ -22,6 +22,7 @@ from penstock.frontend.capacity import Capacity
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.frontend.start import join_engine
 from penstock.ipc.process import on_parent_exit, read_task
+from penstock.ipc.shared import Row
 from penstock.server.api_servers import FAILED
 from penstock.server.app import build_app
 from penstock.server.auth import capacity_of
@@ -45,7 +46,7 @@ async def run(task: dict[str, Any]) -> int:
     on_parent_exit(partial(_tell, loop, parent_left))
     leaving = asyncio.create_task(parent_left.wait())
     capacity = capacity_of(access, config, shared.holdings)
-    joining = asyncio.create_task(_join(config, task, capacity, listener))
+    joining = asyncio.create_task(_join(config, task, capacity, shared.routes, listener))
     await asyncio.wait((joining, leaving), return_when=asyncio.FIRST_COMPLETED)
     if not joining.done():
         return 0
@@ -88,11 +89,17 @@ def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 
 
 async def _join(
-    config: EngineConfig, task: dict[str, Any], capacity: Capacity, listener: socket.socket
+    config: EngineConfig,
+    task: dict[str, Any],
+    capacity: Capacity,
+    routes: Row,
+    listener: socket.socket,
 ) -> GenerationPipeline:
     """The first API server begins to listen; whoever listens before it could hide a taken port."""
     folder = None if task["tokenizer_folder"] is None else Path(task["tokenizer_folder"])
-    pipeline = await join_engine(config, folder, task["engine"], task["client_id"], capacity)
+    pipeline = await join_engine(
+        config, folder, task["engines"], task["client_id"], capacity, routes
+    )
     while not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         await asyncio.sleep(POLL_S / 4)
     return pipeline
@@ -106,16 +113,19 @@ async def _watch(
     leaving: "asyncio.Task[Any]",
 ) -> bool:
     """Until it has left; False when the engine hangs."""
-    watchdog, knows_end = EngineWatchdog(), False
+    client, watchdog, is_over = pipeline.client, EngineWatchdog(), False
+    restarts = client.num_engines > 1
+    known = [shared.num_ends(index) if restarts else 0 for index in range(client.num_engines)]
     while not serving.done():
         waited_for = (serving,) if leaving.done() else (serving, leaving)
         await asyncio.wait(waited_for, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             server.leave(at_once=shared.must_end_requests)
-        if shared.has_engine_ended and not knows_end:
-            knows_end = True
-            pipeline.client.engine_died(0, "the engine process ended; its log says why")
-        elif not knows_end and watchdog.is_hung(pipeline.client.is_healthy()):
+        for index, number in enumerate(known):
+            if shared.num_ends(index) > number:
+                known[index], is_over = shared.num_ends(index), not restarts
+                client.engine_died(index, "the engine process ended; its log says why", restarts)
+        if not is_over and watchdog.is_hung(client.is_healthy()):
             server.leave(at_once=True)
             return False
     return True

@@ -68,7 +68,7 @@ class ApiServerProcesses:
         self._listener = launched.listener
         self._shared = shared
         self._on_failure = on_failure
-        self._to_engine = Sender(launched.engine.address)
+        self._to_engines = [Sender(one) for one in launched.engine.addresses]
         self._client_ids = itertools.count(FIRST_CLIENT_ID + 1)
         self._stopping = False
         folder = launched.tokenizer_folder
@@ -76,7 +76,7 @@ class ApiServerProcesses:
             "config": launched.config.model_dump(mode="json"),
             "access": launched.access.to_task(),  # the configuration itself has no keys
             "tokenizer_folder": None if folder is None else str(folder),
-            "engine": launched.engine.address,
+            "engines": launched.engine.addresses,
             "shared_state": shared.path,
             "num_api_servers": shared.num_api_servers,
             "reason": reason,
@@ -107,10 +107,11 @@ class ApiServerProcesses:
         if self._stopping:
             return
         self._shared.forget(index)
-        try:
-            self._to_engine.send(ClientLeft(client_id=client_id))
-        except ChannelFull as error:  # an engine that hangs is somebody else's to notice
-            _log.warning("%s", error)
+        for engine in self._to_engines:
+            try:
+                engine.send(ClientLeft(client_id=client_id))
+            except ChannelFull as error:  # an engine that hangs is somebody else's to notice
+                _log.warning("%s", error)
         if code == FAILED:
             _log.error("API server %d failed, as its log line says; stopping", index)
             self._on_failure()
@@ -132,4 +133,5 @@ class ApiServerProcesses:
         """Until all are gone."""
         self.ask_to_leave()
         await asyncio.gather(*(asyncio.to_thread(one.stop) for one in self._children.values()))
-        self._to_engine.close()
+        for engine in self._to_engines:
+            engine.close()

@@ -40,7 +40,7 @@ def serve(config: EngineConfig, begun_at: float | None = None) -> int:
         return 1
     leaving = threading.Event()
     take_signals(lambda *_: leaving.set())  # until the server takes them, and after
-    engine = EngineHandle()
+    engine = EngineHandle(config.data_parallel_size)
     try:
         engine.start(config.model_dump(mode="json"), begun_at)
         gc.disable()

@@ -98,7 +98,9 @@ class FirstApiServer:
             others = ApiServerProcesses(launched, shared, reason, on_failure=self._fail)
             capacity = capacity_of(access, config, shared.holdings)
             folder = launched.tokenizer_folder
-            pipeline = await self._until_exit(start_engine(config, folder, engine, capacity))
+            engine.watch(lambda index, _: shared.tell_engine_ended(index))
+            starting = start_engine(config, folder, engine, capacity, shared.routes)
+            pipeline = await self._until_exit(starting)
         except BaseException as error:
             if others is not None:
                 await others.stop()
@@ -107,7 +109,7 @@ class FirstApiServer:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         end = {"type": "lifespan.shutdown.complete"}
-        watch = asyncio.create_task(self._watch(pipeline, engine, shared))
+        watch = asyncio.create_task(self._watch(pipeline, engine))
         try:
             choice = setting_choice(num_api_servers, reason)
             self._app = build_app(pipeline, config, shared, [choice], self.uvicorn.drain, access)
@@ -170,23 +172,32 @@ class FirstApiServer:
         self,
         pipeline: GenerationPipeline,
         engine: EngineHandle,
-        shared: SharedState,
     ) -> None:
-        """Ends the server when the engine has died or hangs: a supervisor starts it anew."""
-        watchdog, has_failed = EngineWatchdog(), False
+        """Ends the server when the engine has died or hangs: a supervisor starts it anew. Of
+        several engines one that hangs is killed, and then started again as one that died."""
+        client = pipeline.client
+        watchdogs = [EngineWatchdog() for _ in engine.addresses]
+        has_failed = False
         while not has_failed:
             await asyncio.sleep(POLL_S)
             if self._app is not None:
                 self._app.state.server.metrics.iterations.refresh()
             if not engine.is_alive:
                 _log.error("the engine has ended; stopping")
-                shared.tell_engine_ended()
                 has_failed = True
                 self._fail()
-            elif watchdog.is_hung(pipeline.client.is_healthy()):
-                _log.error("the engine hangs; stopping")
-                has_failed = True
-                self._fail(at_once=True)
+                continue
+            for index, watchdog in enumerate(watchdogs):
+                if not watchdog.is_hung(not client.is_silent(index)):
+                    continue
+                if engine.restarts:
+                    _log.error("engine %d hangs and is killed", index)
+                    watchdogs[index] = EngineWatchdog()
+                    engine.kill(index)
+                else:
+                    _log.error("the engine hangs; stopping")
+                    has_failed = True
+                    self._fail(at_once=True)
 
     def _end_requests(self, pipeline: GenerationPipeline, shared: SharedState) -> None:
         """Of all API servers."""

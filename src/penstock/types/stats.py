@@ -1,6 +1,7 @@
 """What the engine counts: totals since start, and one record per iteration."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +27,21 @@ class EngineCounters:
     used_blocks: int = 0
     cached_blocks: int = 0  # free, but still holding a reusable prefix
     total_blocks: int = 0
+    engines: int = 0  # that are up; each says 1 of itself
+
+
+GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "total_blocks", "engines")
+
+
+def added(several: Iterable[EngineCounters]) -> EngineCounters:
+    """Of several engines, or of one that was started several times."""
+    counters = list(several)
+    return EngineCounters(
+        **{
+            field.name: sum(getattr(one, field.name) for one in counters)
+            for field in fields(EngineCounters)
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

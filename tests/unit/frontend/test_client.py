@@ -6,7 +6,7 @@ import threading
 from array import array
 
 import pytest
-from fake_engine import make_info, say
+from fake_engine import FakeEngine, make_info, say
 
 from penstock.errors import BackendError, CapacityError, WorkerDied
 from penstock.frontend.capacity import Capacity, Holdings
@@ -288,8 +288,36 @@ def test_submits_go_to_the_engine_with_the_fewest_open_requests(connect, run):
                 Stream(client, [request(client, 10**6)])
             await until(lambda: all(len(engine.submitted()) == 2 for engine in engines))
             client.engine_died(0, "gone")
-            await until(lambda: not client.is_healthy())
+            await until(lambda: client.num_up == 1)
+            assert client.is_healthy()
             Stream(client, [request(client, 10**6)])  # the other one serves on
             await until(lambda: len(engines[1].submitted()) == 3)
+
+    run(scenario())
+
+
+def test_an_engine_that_is_started_again_takes_requests_again(connect, run):
+    async def scenario():
+        async with connect(ENDLESS, num_engines=2) as (client, engines):
+            streams = [Stream(client, [request(client, 10**6)]) for _ in range(2)]
+            await until(lambda: all(engine.submitted() for engine in engines))
+            engines[0].going.clear()  # it would say other figures of its own
+            engines[0].send(Stats(counters=EngineCounters(finished=5, waiting=3), iterations=()))
+            await until(lambda: client.counters.finished == 5)
+            engines[0].stop()
+            client.engine_died(0, "killed by signal 9", restarts=True)
+            end = (await all_of(streams[0]))[-1]
+            assert end.finish is FinishReason.ERROR and "signal 9" in end.error
+            await streams[1].receive()  # goes on
+            assert client.num_up == 1 and client.is_healthy()
+            again = FakeEngine(engines[0]._address, ENDLESS).start()
+            try:
+                await until(lambda: client.num_up == 2)
+                assert client.counters.finished == 5  # totals never fall
+                for _ in range(3):
+                    Stream(client, [request(client, 10**6)])
+                await until(lambda: len(again.submitted()) == 2)
+            finally:
+                again.stop()
 
     run(scenario())

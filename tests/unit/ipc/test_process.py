@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from penstock.ipc.process import own_gpus
+
 PROGRAM = """
 import os, pathlib, sys, time
 from penstock.ipc.process import ForkedWorkers
@@ -95,3 +99,14 @@ def _wait(is_so, seconds: float = 20.0) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "seen, index, expected",
+    [(None, 0, "0,1"), (None, 2, "4,5"), ("7,3,GPU-a,GPU-b", 1, "GPU-a,GPU-b"), ("7", 1, "")],
+)
+def test_replicas_have_gpus_of_their_own(monkeypatch, seen, index, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert own_gpus(index, 2) == {"CUDA_VISIBLE_DEVICES": expected}
