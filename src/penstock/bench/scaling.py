@@ -1,9 +1,10 @@
 """How many GPUs, and how they share a model: memory, latency and throughput before any is rented.
 
-Every strategy that `penstock serve` runs on one machine: replicas behind one port, each of them tensor parallel, with the experts sharded like the rest or spread over the ranks (expert
-parallel). Times follow from the rooflines of one rank's shard, its all-reduces over the links, and
-two numbers that measurements on one H200 gave: what kernels reach of a roofline, and what a layer
-costs that no roofline counts. `docs/scaling.md` has predicted beside measured.
+Every strategy that `penstock serve` runs on one machine: replicas behind one port, each of them
+tensor parallel, with the experts sharded like the rest or spread over the ranks (expert parallel).
+Times follow from the rooflines of one rank's shard, its all-reduces over the links, and two numbers
+that measurements on one H200 gave: what kernels reach of a roofline, and what a layer costs that no
+roofline counts. `docs/scaling.md` has predicted beside measured.
 """
 
 from collections.abc import Mapping

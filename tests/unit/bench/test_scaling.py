@@ -99,8 +99,8 @@ def test_the_recommended_command_is_one_that_serve_understands(tmp_path, capsys,
     parser = Parser()
     flags.add_serve_flags(parser)
     parsed = parser.parse_args(chosen["command"].split()[2:])
-    sizes = parsed.tensor_parallel_size or 1, parsed.data_parallel_size or 1
-    assert sizes == (chosen["tp_size"], chosen["replicas"])
+    sizes = (getattr(parsed, f"{kind}_parallel_size", 1) for kind in ("tensor", "data"))
+    assert tuple(sizes) == (chosen["tp_size"], chosen["replicas"])
 
 
 def test_a_quantized_folder_is_read_with_its_quantization(tmp_path, capsys):
