@@ -261,7 +261,7 @@ class Scheduler:
         kv = self._kvs[dp_rank]
         # Prompt log-probabilities need every position computed; otherwise one token must be left.
         needs_all = seq.request.sampling.prompt_logprobs is not None and not seq.has_prefilled
-        match = kv.match(seq.request.cache_keys, seq.tokens, 0 if needs_all else seq.num_tokens - 1)
+        match = kv.match(seq.extra_keys, seq.tokens, 0 if needs_all else seq.num_tokens - 1)
         swapped = seq.swapped if dp_rank == seq.dp_rank else None
         if swapped is not None and self._committed_step < swapped.step < builder.step_id:
             return False  # if the step in flight fails, its blocks were not swapped out

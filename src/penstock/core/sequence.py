@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from penstock.core.kv.manager import Holder, SwappedOut
-from penstock.core.kv.prefix_index import Tokens
+from penstock.core.kv.prefix_index import ExtraKeys, Tokens
 from penstock.types.outputs import TokenLogprob
 from penstock.types.request import Request
 
@@ -51,6 +51,8 @@ class Sequence:
         self.epoch = 0  # one more with each preemption; results of an earlier epoch are dropped
         self.num_prompt = len(request.prompt_ids)
         self.num_tokens = self.num_prompt  # prompt and committed output
+        # Of its first block; those behind it follow from it.
+        self.extra_keys: ExtraKeys = {0: request.cache_keys} if request.cache_keys else {}
         self._tokens: Tokens = request.prompt_ids  # full, so `append` writes to another array
         # While running:
         self.dp_rank = 0

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.core.kv.block_pool import BlockPool
-from penstock.core.kv.prefix_index import PrefixIndex, Tokens, next_digest, root_digest
+from penstock.core.kv.prefix_index import (
+    ROOT,
+    ExtraKeys,
+    Keys,
+    PrefixIndex,
+    Tokens,
+    next_digest,
+)
 from penstock.types.cache_spec import state_blocks_needed
 
 NO_BLOCK = 0  # where a table holds nothing; padded device rows write to the block of this number
@@ -25,7 +32,8 @@ def num_blocks(num_tokens: int, block_size: int) -> int:
 class GroupTable:
     """One holder's blocks in one group, in the order of its tokens."""
 
-    digests: list[bytes]  # digests[i] covers the first i full blocks; [0] is the root of its keys
+    digests: list[bytes]  # digests[i] covers the first i full blocks
+    extra_keys: ExtraKeys  # of its blocks
     blocks: list[int] = field(default_factory=list)
     num_evicted: int = 0  # of the first blocks: out of the window, NO_BLOCK in the list
 
@@ -39,6 +47,7 @@ class GroupMatch:
 
     num_tokens: int
     digests: tuple[bytes, ...]  # one more than shared: the root first
+    extra_keys: ExtraKeys
     shared: tuple[int, ...] = ()
     copy_from: int | None = None
 
@@ -47,7 +56,7 @@ class CacheGroup(Protocol):
     pool: BlockPool
     block_size: int  # tokens
 
-    def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
+    def match(self, extra_keys: ExtraKeys, tokens: Tokens, limit: int) -> GroupMatch:
         """The longest prefix, at most `limit` tokens, this group could take over."""
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
@@ -95,15 +104,16 @@ class FullGroup:
         self._index = PrefixIndex()
         self.pool = BlockPool(num_blocks, self._index.remove)
 
-    def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
-        digests = [root_digest(keys)]
+    def match(self, extra_keys: ExtraKeys, tokens: Tokens, limit: int) -> GroupMatch:
+        digests = [ROOT]
         shared: list[int] = []
         if not self._reuse:
-            return GroupMatch(0, tuple(digests))
+            return GroupMatch(0, tuple(digests), extra_keys)
         for start in range(0, limit - self.block_size + 1, self.block_size):
             block_tokens = tokens[start : start + self.block_size]
-            digest = next_digest(digests[-1], block_tokens)
-            block = self._index.find(digest, block_tokens)
+            keys = extra_keys.get(len(shared), ())
+            digest = next_digest(digests[-1], block_tokens, keys)
+            block = self._index.find(digest, block_tokens, keys)
             if block is None:
                 break
             digests.append(digest)
@@ -111,11 +121,12 @@ class FullGroup:
         num_tokens = len(shared) * self.block_size
         rest = tokens[num_tokens : min(limit, num_tokens + self.block_size)]
         if self._partial_reuse and len(rest):
-            block, num_equal = self._index.find_partial(digests[-1], rest)
+            keys = extra_keys.get(len(shared), ())
+            block, num_equal = self._index.find_partial(digests[-1], rest, keys)
             if num_equal:
                 num_tokens += num_equal
-                return GroupMatch(num_tokens, tuple(digests), tuple(shared), block)
-        return GroupMatch(num_tokens, tuple(digests), tuple(shared))
+                return GroupMatch(num_tokens, tuple(digests), extra_keys, tuple(shared), block)
+        return GroupMatch(num_tokens, tuple(digests), extra_keys, tuple(shared))
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
         num_free_riders = sum(not self.pool.is_available(block) for block in match.shared)
@@ -134,7 +145,7 @@ class FullGroup:
             if block != NO_BLOCK:
                 self.pool.share(block)
         num_evicted = match.shared.count(NO_BLOCK)
-        table = GroupTable(list(match.digests), list(match.shared), num_evicted)
+        table = GroupTable(list(match.digests), match.extra_keys, list(match.shared), num_evicted)
         if match.copy_from is None:
             return table, []
         self.pool.touch(match.copy_from)
@@ -166,8 +177,9 @@ class FullGroup:
             return
         for i in range(len(table.digests) - 1, num_computed // self.block_size):
             block_tokens = tokens[i * self.block_size : (i + 1) * self.block_size]
-            digest = next_digest(table.digests[i], block_tokens)
-            self._index.insert(table.blocks[i], table.digests[i], digest, block_tokens)
+            keys = table.extra_keys.get(i, ())
+            digest = next_digest(table.digests[i], block_tokens, keys)
+            self._index.insert(table.blocks[i], table.digests[i], digest, block_tokens, keys)
             table.digests.append(digest)
 
     def close(self, table: GroupTable, last_step: int) -> None:
@@ -191,14 +203,15 @@ class WindowGroup(FullGroup):
         super().__init__(num_blocks, block_size, reuse, partial_reuse)
         self._window = window
 
-    def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
-        digests, found = [root_digest(keys)], list[int]()
+    def match(self, extra_keys: ExtraKeys, tokens: Tokens, limit: int) -> GroupMatch:
+        digests, found = [ROOT], list[int]()
         if not self._reuse:
-            return GroupMatch(0, tuple(digests))
+            return GroupMatch(0, tuple(digests), extra_keys)
         for start in range(0, limit - self.block_size + 1, self.block_size):
             block_tokens = tokens[start : start + self.block_size]
-            digests.append(next_digest(digests[-1], block_tokens))
-            found.append(self._index.find(digests[-1], block_tokens) or NO_BLOCK)
+            keys = extra_keys.get(len(found), ())
+            digests.append(next_digest(digests[-1], block_tokens, keys))
+            found.append(self._index.find(digests[-1], block_tokens, keys) or NO_BLOCK)
         # The longest prefix whose window is there, then part of the block behind it.
         for num_full in range(len(found), -1, -1):
             needed = self._first_seen(num_full * self.block_size)
@@ -208,10 +221,12 @@ class WindowGroup(FullGroup):
             num_tokens, copy_from = num_full * self.block_size, None
             rest = tokens[num_tokens : min(limit, num_tokens + self.block_size)]
             if self._partial_reuse and len(rest):
-                block, num_equal = self._index.find_partial(digests[num_full], rest)
+                keys = extra_keys.get(num_full, ())
+                block, num_equal = self._index.find_partial(digests[num_full], rest, keys)
                 if num_equal:
                     num_tokens, copy_from = num_tokens + num_equal, block
-            return GroupMatch(num_tokens, tuple(digests[: num_full + 1]), shared, copy_from)
+            known = tuple(digests[: num_full + 1])
+            return GroupMatch(num_tokens, known, extra_keys, shared, copy_from)
         raise AssertionError("the empty prefix is always there")
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
@@ -240,6 +255,9 @@ class WindowGroup(FullGroup):
         return max(0, position - self._window + 1) // self.block_size
 
 
+_Rest = tuple[bytes, Keys]  # tokens behind the last full block, and the keys of their block
+
+
 class StateGroup:
     """One block is the state of a whole sequence, changed by every step. Snapshots of it, taken
     where another sequence may go on, stay until their blocks are needed.
@@ -261,23 +279,26 @@ class StateGroup:
         self._interval = interval
         self._num_reserved = num_blocks - state_blocks_needed(max_rows)
         self._reuse = reuse and self._num_reserved > 0
-        self._snapshots: dict[bytes, dict[bytes, int]] = {}  # full blocks -> what follows -> block
-        self._key_of: dict[int, tuple[bytes, bytes]] = {}
+        self._snapshots: dict[bytes, dict[_Rest, int]] = {}  # full blocks -> what follows -> block
+        self._key_of: dict[int, tuple[bytes, _Rest]] = {}
         self.pool = BlockPool(num_blocks, self._evict)
 
-    def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> GroupMatch:
-        digests = [root_digest(keys)]
+    def match(self, extra_keys: ExtraKeys, tokens: Tokens, limit: int) -> GroupMatch:
+        digests = [ROOT]
         num_tokens, copy_from = 0, None
         for start in range(0, limit + 1 if self._snapshots else 0, self.block_size):
             if start:
                 block_tokens = tokens[start - self.block_size : start]
-                digests.append(next_digest(digests[-1], block_tokens))
+                keys = extra_keys.get(len(digests) - 1, ())
+                digests.append(next_digest(digests[-1], block_tokens, keys))
             for rest, block in self._snapshots.get(digests[-1], {}).items():
-                end = start + len(rest) // tokens.itemsize
-                if num_tokens < end <= limit and tokens[start:end].tobytes() == rest:
+                end = start + len(rest[0]) // tokens.itemsize
+                is_longer = num_tokens < end <= limit
+                if is_longer and rest == self._rest(tokens[:end], extra_keys):
                     num_tokens, copy_from = end, block
         num_full = num_tokens // self.block_size
-        return GroupMatch(num_tokens, tuple(digests[: num_full + 1]), (), copy_from)
+        known = tuple(digests[: num_full + 1])
+        return GroupMatch(num_tokens, known, extra_keys, (), copy_from)
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
         has_blank = self.pool.num_available > self.pool.num_reusable
@@ -294,7 +315,7 @@ class StateGroup:
     def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
         if match.copy_from is not None:
             self.pool.touch(match.copy_from)
-        table = GroupTable(list(match.digests), [self.pool.allocate()])
+        table = GroupTable(list(match.digests), match.extra_keys, [self.pool.allocate()])
         if match.copy_from in (None, table.blocks[0]):  # nothing, or evicted and taken itself
             return table, []
         return table, [(match.copy_from, table.blocks[0])]
@@ -327,9 +348,10 @@ class StateGroup:
         num_full = num_computed // self.block_size
         for i in range(len(table.digests) - 1, num_full):
             block_tokens = tokens[i * self.block_size : (i + 1) * self.block_size]
-            table.digests.append(next_digest(table.digests[i], block_tokens))
+            keys = table.extra_keys.get(i, ())
+            table.digests.append(next_digest(table.digests[i], block_tokens, keys))
         digest = table.digests[num_full]
-        rest = tokens[num_full * self.block_size : num_computed].tobytes()
+        rest = self._rest(tokens[:num_computed], table.extra_keys)
         if (known := self._snapshots.get(digest, {}).get(rest)) is not None:
             self.pool.touch(known)
             return []
@@ -346,6 +368,12 @@ class StateGroup:
 
     def close(self, table: GroupTable, last_step: int) -> None:
         self.pool.drop(table.blocks.pop(), last_step, is_indexed=False)
+
+    def _rest(self, tokens: Tokens, extra_keys: ExtraKeys) -> _Rest:
+        """What of `tokens` follows their last full block."""
+        num_full = len(tokens) // self.block_size
+        rest = tokens[num_full * self.block_size :].tobytes()
+        return rest, extra_keys.get(num_full, ()) if rest else ()
 
     def _reuse_point(self, end: int) -> int:
         """The last full block of a prompt of `end` tokens that the next turn of a chat repeats."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.core.kv.groups import CacheGroup, GroupMatch, GroupTable
-from penstock.core.kv.prefix_index import Tokens
+from penstock.core.kv.prefix_index import ExtraKeys, Tokens
 from penstock.types.step import Move
 
 
@@ -66,12 +66,12 @@ class KVManager:
         self.num_host_blocks = num_host_blocks if len(groups) == 1 else 0
         self._free_host_blocks = list(range(self.num_host_blocks))[::-1]
 
-    def match(self, keys: tuple[str, ...], tokens: Tokens, limit: int) -> PrefixMatch:
+    def match(self, extra_keys: ExtraKeys, tokens: Tokens, limit: int) -> PrefixMatch:
         """The longest prefix, at most `limit` tokens, that every group can take over."""
         while True:
             found = []
             for group in self.groups:
-                found.append(group.match(keys, tokens, limit))
+                found.append(group.match(extra_keys, tokens, limit))
                 limit = found[-1].num_tokens
             if all(match.num_tokens == limit for match in found):
                 return PrefixMatch(limit, tuple(found))

@@ -47,10 +47,10 @@ def test_a_prefix_is_taken_over_where_its_window_is_still_there():
     assert engine.counters.prefix_hit_tokens == 8  # two full blocks, of which it needs the second
     assert engine.tokens[rid] == oracle((*PROMPT, 40, 41, 42), 4)
     kv, prompt = engine.kvs[0], np.array(PROMPT, np.int32)
-    assert kv.match((), prompt, 11).groups[1].shared[0] == NO_BLOCK
+    assert kv.match({}, prompt, 11).groups[1].shared[0] == NO_BLOCK
     pool = kv.groups[1].pool
     taken = [pool.allocate() for _ in range(pool.num_available)]  # others need all its blocks
-    assert kv.match((), prompt, 11).num_tokens == 0
+    assert kv.match({}, prompt, 11).num_tokens == 0
     for block in taken:
         pool.drop(block, -1, is_indexed=False)
 
@@ -143,7 +143,7 @@ def test_every_block_of_a_text_is_digested_once_for_all_its_copies(monkeypatch):
     digested = []
     original = groups.next_digest
     monkeypatch.setattr(
-        groups, "next_digest", lambda parent, tokens: digested.append(1) or original(parent, tokens)
+        groups, "next_digest", lambda *block: digested.append(1) or original(*block)
     )
     engine = Engine(num_blocks=100, num_states=99, max_num_tokens=64, max_seq_len=400)
     engine.submit(tuple(range(200)), max_tokens=2)
@@ -161,7 +161,7 @@ def text(*ids: int) -> np.ndarray:
 
 def computed(group, ids: np.ndarray):
     """A table of a text all of whose tokens are in the cache."""
-    table, _ = group.open(group.match((), ids, len(ids) - 1))
+    table, _ = group.open(group.match({}, ids, len(ids) - 1))
     group.grow(table, len(ids))
     group.index(table, ids, len(ids))
     return table
@@ -171,7 +171,7 @@ def test_a_full_group_sets_aside_blocks_for_all_tokens_and_a_window_none():
     full, window = FullGroup(9, 4, True, True), WindowGroup(60, 4, 6, True, True)
     assert [full.most_blocks(n) for n in (1, 4, 5)] == [1, 1, 2]
     assert window.most_blocks(5000) == 0 and StateGroup(9, 4, 8, 2, True).most_blocks(5000) == 1
-    match = full.match((), text(1), 0)
+    match = full.match({}, text(1), 0)
     assert full.has_room(match, 32, 0) and not full.has_room(match, 33, 0)
     assert window.has_room(match, 10**6, 10**6)
 
@@ -183,8 +183,8 @@ def test_the_tail_of_a_text_is_evicted_before_its_beginning():
     group.close(table, last_step=0)
     group.pool.release(0)
     assert group.pool.allocate() == last
-    assert group.match((), ids, 16).num_tokens == 12
-    assert group.match((), ids, 16).shared[0] == first
+    assert group.match({}, ids, 16).num_tokens == 12
+    assert group.match({}, ids, 16).shared[0] == first
 
 
 def test_where_the_source_of_a_copy_is_the_only_block_left_it_is_taken_itself():
@@ -193,7 +193,7 @@ def test_where_the_source_of_a_copy_is_the_only_block_left_it_is_taken_itself():
     (block,) = table.blocks
     group.close(table, last_step=0)
     group.pool.release(0)
-    match = group.match((), text(1, 2, 9, 9), 3)
+    match = group.match({}, text(1, 2, 9, 9), 3)
     assert (match.num_tokens, match.copy_from) == (2, block)
     again, copies = group.open(match)
     assert again.blocks == [block] and copies == []
@@ -203,7 +203,7 @@ def test_where_the_source_of_a_copy_is_the_only_block_left_it_is_taken_itself():
 def test_a_window_keeps_every_block_that_the_next_token_sees(window, lengths):
     group = WindowGroup(60, 4, window, True, True)
     ids = np.arange(sum(lengths), dtype=np.int32)
-    table, _ = group.open(group.match((), ids, 0))
+    table, _ = group.open(group.match({}, ids, 0))
     for end in np.cumsum(lengths).tolist():
         group.grow(table, end)
         group.index(table, ids, end)
@@ -228,12 +228,12 @@ def test_chunks_end_where_a_state_is_worth_a_snapshot():
 
 def test_a_state_that_starts_takes_no_snapshot_of_those_that_are_safe():
     group = StateGroup(4, 4, interval=4, max_rows=1, reuse=True)  # one row, two snapshots
-    table, _ = group.open(group.match((), text(*range(9)), 8))
+    table, _ = group.open(group.match({}, text(*range(9)), 8))
     for end in (4, 8):
         assert len(group.before_step(table, text(*range(9)), end, step=0)) == 1
     group.pool.release(0)
-    assert not group.has_room(group.match((), text(1), 0), 1, 0)
+    assert not group.has_room(group.match({}, text(1), 0), 1, 0)
     group.close(table, last_step=0)
     group.pool.release(0)
-    match = group.match((), text(*range(9)), 8)
+    match = group.match({}, text(*range(9)), 8)
     assert group.has_room(match, 9, 0) and match.num_tokens == 8

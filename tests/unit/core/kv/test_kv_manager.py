@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from penstock.core.kv.groups import NO_BLOCK, FullGroup, StateGroup, WindowGroup
 from penstock.core.kv.invariants import check
 from penstock.core.kv.manager import BlockCopy, Holder, KVManager, NewBlock
+from penstock.core.kv.prefix_index import ExtraKeys
 from penstock.types.step import Move
 
 SIZE = 4  # tokens of a block
@@ -21,9 +22,9 @@ def full(num_blocks: int = 9, partial: bool = False, num_host_blocks: int = 0) -
     return KVManager([FullGroup(num_blocks, SIZE, True, partial)], num_host_blocks)
 
 
-def opened(kv: KVManager, ids: np.ndarray, keys: tuple[str, ...] = ()) -> Holder:
+def opened(kv: KVManager, ids: np.ndarray, extra_keys: ExtraKeys | None = None) -> Holder:
     """A holder of all tokens, as a prompt that was just started."""
-    match = kv.match(keys, ids, len(ids) - 1)
+    match = kv.match(extra_keys or {}, ids, len(ids) - 1)
     assert kv.fits(match, len(ids), 0)
     holder, _ = kv.open(match, len(ids))
     assert kv.grow(holder, len(ids))
@@ -34,8 +35,8 @@ def test_a_match_ends_before_the_last_full_block_of_the_limit():
     kv, ids = full(), text(*range(12))
     holder = opened(kv, ids)
     kv.index(holder, ids, 12)
-    assert [kv.match((), ids, limit).num_tokens for limit in (0, 3, 4, 11, 12)] == [0, 0, 4, 8, 12]
-    assert kv.match(("other",), ids, 12).num_tokens == 0
+    assert [kv.match({}, ids, limit).num_tokens for limit in (0, 3, 4, 11, 12)] == [0, 0, 4, 8, 12]
+    assert kv.match({0: ("other",)}, ids, 12).num_tokens == 0
     check(kv, [holder])
 
 
@@ -43,7 +44,7 @@ def test_what_is_not_computed_yet_is_not_found():
     kv, ids = full(), text(*range(12))
     holder = opened(kv, ids)
     kv.index(holder, ids, 7)  # one full block, part of another
-    assert kv.match((), ids, 12).num_tokens == 4
+    assert kv.match({}, ids, 12).num_tokens == 4
 
 
 def test_shared_blocks_are_counted_once():
@@ -75,7 +76,7 @@ def test_a_part_of_a_block_is_copied_for_its_new_holder():
     first = opened(kv, ids)
     kv.index(first, ids, 8)
     other = text(0, 1, 2, 3, 4, 5, 99, 99)
-    match = kv.match((), other, 7)
+    match = kv.match({}, other, 7)
     assert match.num_tokens == 6
     second, copies = kv.open(match, 8)
     source, copy = first.tables[0].blocks[1], second.tables[0].blocks[1]
@@ -99,7 +100,7 @@ def test_growing_takes_all_blocks_or_none():
 
 def test_spare_blocks_are_left_to_those_who_run():
     kv = full(num_blocks=9)
-    match = kv.match((), text(*range(20)), 19)
+    match = kv.match({}, text(*range(20)), 19)
     assert kv.fits(match, 20, num_spare=3) and not kv.fits(match, 20, num_spare=4)
     assert kv.fits(match, 20, 0, spare_share=0.25) and not kv.fits(match, 20, 0, spare_share=0.5)
 
@@ -108,12 +109,12 @@ def test_blocks_of_a_running_holder_cost_a_second_one_nothing():
     kv, ids = full(num_blocks=5), text(*range(12))
     holder = opened(kv, ids)
     kv.index(holder, ids, 12)
-    again = kv.match((), ids, 11)
+    again = kv.match({}, ids, 11)
     assert kv.fits(again, 12, 0) and not kv.fits(again, 12, 1)
     kv.close(holder, last_step=0)
     kv.release(0)
     # Nobody holds them now: they are taken out of what is available.
-    assert kv.fits(kv.match((), ids, 11), 12, 1) and not kv.fits(kv.match((), ids, 11), 12, 2)
+    assert kv.fits(kv.match({}, ids, 11), 12, 1) and not kv.fits(kv.match({}, ids, 11), 12, 2)
 
 
 def test_texts_that_grow_side_by_side_must_fit_all_together():
@@ -136,7 +137,7 @@ def test_blocks_move_to_host_memory_and_back():
     kv.release(4)
     check(kv, [], [kept])
     assert kv.swap_out(opened(kv, text(1)), 1, step=5) == (None, [])  # no room for another
-    again, back = kv.open(kv.match((), ids, 9), 10, kept)
+    again, back = kv.open(kv.match({}, ids, 9), 10, kept)
     assert back == [
         BlockCopy(0, p, b, Move.SWAP_IN)
         for p, b in zip(kept.host_blocks, again.tables[0].blocks, strict=True)
@@ -163,8 +164,8 @@ def test_a_prefix_is_as_long_as_all_groups_have_it():
     assert [copy.group for copy in copies] == [1, 1]
     assert kv.chunk_limit(0, 20, 20) == 8
     longer = text(*range(10), 70, 71)
-    assert groups[0].match((), longer, 11).num_tokens == 10
-    match = kv.match((), longer, 11)
+    assert groups[0].match({}, longer, 11).num_tokens == 10
+    match = kv.match({}, longer, 11)
     assert match.num_tokens == 8  # after which there is a state
     assert [part.num_tokens for part in match.groups] == [8, 8]
     check(kv, [holder])
@@ -196,7 +197,7 @@ def test_in_any_order_of_calls_no_block_is_lost_or_held_twice(kind, actions):
     for action, who, ids in actions:
         holder, tokens = holders.get(who, (None, text(*ids)))
         if action == "open" and holder is None:
-            match = kv.match((), tokens, len(tokens) - 1)
+            match = kv.match({}, tokens, len(tokens) - 1)
             assert match.num_tokens < len(tokens)
             assert {part.num_tokens for part in match.groups} == {match.num_tokens}
             if kv.fits(match, len(tokens), 0):
@@ -235,3 +236,37 @@ def test_in_any_order_of_calls_no_block_is_lost_or_held_twice(kind, actions):
     kv.release(step)
     assert kv.num_held == 0
     check(kv, [], kept.values())
+
+
+GROUPS_OF_KEYS = {
+    "full": lambda: [FullGroup(60, SIZE, True, True)],
+    "window": lambda: [FullGroup(60, SIZE, True, True), WindowGroup(60, SIZE, 5, True, True)],
+    "state": lambda: [FullGroup(60, SIZE, True, True), StateGroup(60, SIZE, SIZE, 5, True)],
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS_OF_KEYS)
+@settings(max_examples=60, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 1), min_size=1, max_size=30),
+    keyed=st.dictionaries(st.integers(0, 7), st.sampled_from([("a",), ("b",), ("a", "b")])),
+    data=st.data(),
+)
+def test_sequences_that_differ_in_one_extra_key_share_the_blocks_before_it(kind, ids, keyed, data):
+    """And those that differ in none share all blocks."""
+    kv, tokens = KVManager(GROUPS_OF_KEYS[kind]()), text(*ids)
+    holder = opened(kv, tokens, keyed)
+    for start in range(0, len(ids), SIZE):  # a state is worth a snapshot after each block
+        kv.before_step(holder, tokens, start, step=0)
+        kv.index(holder, tokens, start)
+    kv.index(holder, tokens, len(ids))
+    kv.release(0)
+    num_full = (len(ids) - 1) // SIZE
+    shared = kv.match(keyed, tokens, num_full * SIZE)
+    assert shared.num_tokens == num_full * SIZE
+    other = data.draw(st.integers(0, num_full))
+    changed = keyed | {other: (*keyed.get(other, ()), "c")}
+    found = kv.match(changed, tokens, len(ids) - 1)
+    assert found.num_tokens == other * SIZE
+    assert found.groups[0].shared == shared.groups[0].shared[:other]
+    kv.close(holder, last_step=0)

@@ -5,18 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.kv.prefix_index import PrefixIndex, next_digest, root_digest
-
-ROOT = root_digest(())
+from penstock.core.kv.prefix_index import ROOT, PrefixIndex, next_digest
 
 
 def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def insert(index: PrefixIndex, block: int, parent: bytes, *ids: int) -> bytes:
-    digest = next_digest(parent, tokens(*ids))
-    index.insert(block, parent, digest, tokens(*ids))
+def insert(index: PrefixIndex, block: int, parent: bytes, *ids: int, keys=()) -> bytes:
+    digest = next_digest(parent, tokens(*ids), keys)
+    index.insert(block, parent, digest, tokens(*ids), keys)
     return digest
 
 
@@ -47,9 +45,16 @@ def test_a_digest_alone_decides_nothing():
         (("ab", "c"), ("a", "bc")),
     ],
 )
-def test_other_cache_keys_have_another_root(one, other):
-    assert root_digest(one) != root_digest(other)
-    assert root_digest(one) == root_digest(tuple(one))
+def test_blocks_with_other_extra_keys_are_other_blocks(one, other):
+    index = PrefixIndex()
+    digests = [
+        insert(index, block, ROOT, 1, 2, keys=keys) for block, keys in ((3, one), (4, other))
+    ]
+    assert digests[0] != digests[1]
+    for block, keys, digest in zip((3, 4), (one, other), digests, strict=True):
+        assert index.find(digest, tokens(1, 2), keys) == block
+        assert index.find_partial(ROOT, tokens(1), keys) == (block, 1)
+    assert index.find(digests[0], tokens(1, 2), other) is None  # whatever the digest
 
 
 def test_a_second_block_with_the_same_text_is_left_out():
