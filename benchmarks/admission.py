@@ -28,14 +28,14 @@ from penstock.core.scheduler import Scheduler
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineCounters
-from penstock.types.step import FROM_DEVICE, Move, StepResult
+from penstock.types.step import FROM_DEVICE, StepResult, SwapIn, SwapOut
 
 BLOCK_SIZE = 32
 END, OTHER = 7, 5  # token ids: a completion ends with the first
 HOST_S = 0.0025  # of a step, what is neither GEMMs nor cache
 HOST_BYTES_S = {
-    Move.SWAP_OUT: 36e9,
-    Move.SWAP_IN: 15e9,
+    SwapOut: 36e9,
+    SwapIn: 15e9,
 }  # between an H200 and host memory, measured
 
 
@@ -107,7 +107,7 @@ def simulate(
     config = run_config(policy, row.settings["max_batch_size"], row.settings["max_num_tokens"])
     block_bytes = BLOCK_SIZE * sum(layer.cached_bytes for layer in roofline.layers)
     group = FullGroup(num_blocks + 1, BLOCK_SIZE, reuse=False, partial_reuse=False)
-    kv = KVManager([group], int(host_bytes / block_bytes))
+    kv = KVManager([group], [int(host_bytes / block_bytes)])
     scheduler = Scheduler(config, [kv], counters)
     graph_sizes = padded_sizes(config.max_batch_size)
     waiting = sorted(enumerate(jobs), key=lambda one: one[1].arrives_s)[::-1]
@@ -133,7 +133,7 @@ def simulate(
         if len(decodes) == len(entries):  # a graph
             num_tokens = next(size for size in graph_sizes if size >= num_tokens)
         now += roofline.decode_step_s(num_tokens, keys / num_tokens) / share + HOST_S
-        now += sum(block_bytes / HOST_BYTES_S[op.move] for op in plan.cache_ops)
+        now += sum(block_bytes / HOST_BYTES_S[type(op)] for op in plan.cache_ops)
         ids = np.full((len(entries), 1), OTHER, np.int32)
         numbers = np.array([bool(entry.num_logit_rows) for entry in entries], np.int32)
         for i, entry in enumerate(entries):

@@ -20,11 +20,18 @@ def texts_of(folder) -> list[list[int]]:
     return prompts(LocalEngine(folder, **SETTINGS).engine.spec.vocab_size, (60, 58, 61, 57))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "int8"])
-@pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_answers_are_those_of_a_large_cache_and_little_is_computed_again(arch, dtype, tmp_path):
-    if (arch, dtype) == ("deepseek_v3", "int8"):
-        pytest.skip("latents are not kept as integers")
+CASES = [  # model type, cache groups, dtype of the cache, steps in flight
+    ("llama", 1, "auto", 1), ("llama", 1, "int8", 2), ("qwen3_moe", 1, "auto", 1),
+    ("qwen3_moe", 1, "int8", 1), ("deepseek_v3", 1, "auto", 1),
+    ("gpt_oss", 2, "auto", 2), ("gpt_oss", 2, "int8", 1),  # windows
+    ("qwen3_next", 2, "auto", 2),  # recurrent states
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "num_groups", "dtype", "depth"), CASES)
+def test_answers_are_those_of_a_large_cache_and_little_is_computed_again(
+    arch, num_groups, dtype, depth, tmp_path
+):
     folder = make_checkpoint(tmp_path / arch, arch)
     texts = texts_of(folder)
     expected = LocalEngine(
@@ -35,11 +42,12 @@ def test_answers_are_those_of_a_large_cache_and_little_is_computed_again(arch, d
     for size in (None, 1 << 30):
         engine = LocalEngine(
             folder, **SETTINGS, scheduler_config=ANY_TIME,
-            kv_cache_config=few | {"host_cache_size": size},
+            kv_cache_config=few | {"host_cache_size": size}, disable_overlap_scheduler=depth == 1,
         )  # fmt: skip
+        assert len(engine.engine.scheduler._kvs[0].groups) == num_groups
         assert engine.generate(texts, NUM_TOKENS) == expected
         counters = engine.counters
-        assert counters.preemptions >= 1
+        assert counters.preemptions >= 1 and counters.max_steps_in_flight == depth
         assert (
             (counters.swapped_in_blocks > 0)
             == (counters.swapped_out_blocks > 0)
@@ -49,17 +57,11 @@ def test_answers_are_those_of_a_large_cache_and_little_is_computed_again(arch, d
     assert computed[1 << 30] < sum(map(len, texts)) + 20 < computed[None]
 
 
-@pytest.mark.parametrize("arch", ["gpt_oss", "qwen3_next"])
-def test_with_windows_or_states_it_is_computed_again(arch, tmp_path):
-    folder = make_checkpoint(tmp_path / arch, arch)
-    texts = texts_of(folder)
-    expected = LocalEngine(folder, **SETTINGS, kv_cache_config=MANY).generate(texts, NUM_TOKENS)
-    engine = LocalEngine(
-        folder, **SETTINGS, scheduler_config=ANY_TIME,
-        kv_cache_config=FEW | {"host_cache_size": 1 << 30},
-    )  # fmt: skip
-    assert engine.generate(texts, NUM_TOKENS) == expected
-    assert engine.counters.preemptions >= 1 and engine.counters.swapped_out_blocks == 0
+def test_host_memory_for_no_sequence_is_told(tmp_path, caplog):
+    folder = make_checkpoint(tmp_path / "gpt_oss", "gpt_oss")
+    engine = LocalEngine(folder, **SETTINGS, kv_cache_config=FEW | {"host_cache_size": 99})
+    assert "host_cache_size is 99 bytes, which hold no sequence: raise it" in caplog.text
+    assert len(engine.generate([[1, 2, 3]], 2)[0]) == 2
 
 
 def test_two_ranks_keep_their_parts(tmp_path):

@@ -1,17 +1,16 @@
 """`PlanBuilder`: a `StepPlan` in the making: entries, rows that join, blocks that rows gain."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.kv.manager import BlockCopy
 from penstock.core.sequence import Sequence
 from penstock.types.step import (
     FROM_DEVICE,
     BlockGrowth,
-    CopyBlock,
+    CacheOp,
     RowJoin,
     StepPlan,
 )
@@ -34,7 +33,6 @@ class Entry(NamedTuple):  # made for every sequence and step, which a dataclass 
 class PlanBuilder:
     step_id: int
     budgets: list[int]  # tokens left per data-parallel rank
-    copies: list[CopyBlock] = field(default_factory=list)  # in the order in which they are made
     # Where an older sequence waits for blocks.
     blocked_dp_ranks: set[int] = field(default_factory=set)
     _decodes: list[Entry] = field(default_factory=list)
@@ -50,9 +48,8 @@ class PlanBuilder:
     def has(self, seq: Sequence) -> bool:
         return seq.last_step == self.step_id
 
-    def join(self, seq: Sequence, num_computed: int, copies: Iterable[BlockCopy]) -> None:
+    def join(self, seq: Sequence, num_computed: int) -> None:
         """A sequence that has just started takes its row."""
-        self.copy(seq.dp_rank, copies)
         self._joins.append(
             RowJoin(
                 request_id=seq.id,
@@ -65,12 +62,6 @@ class PlanBuilder:
                 stop_ids=seq.request.stop_ids,
             )
         )
-
-    def copy(self, dp_rank: int, copies: Iterable[BlockCopy]) -> None:
-        self.copies += [
-            CopyBlock(dp_rank=dp_rank, group=copy.group, src=copy.src, dst=copy.dst, move=copy.move)
-            for copy in copies
-        ]
 
     def decode(self, seq: Sequence, num_tokens: int, max_kv_len: int) -> None:
         self._add(self._decodes, seq, FROM_DEVICE, num_tokens, num_tokens, max_kv_len)
@@ -105,7 +96,7 @@ class PlanBuilder:
             )
         )
 
-    def to_plan(self) -> StepPlan:
+    def to_plan(self, cache_ops: Seq[CacheOp]) -> StepPlan:
         entries = self.entries
         growth = np.array(self._growth, np.int32).reshape(-1, 5).T
         columns = np.array(list(zip(*entries, strict=True))[2:], np.int32)
@@ -120,7 +111,7 @@ class PlanBuilder:
                 indices=growth[3],
                 block_ids=growth[4],
             ),
-            cache_ops=tuple(self.copies),
+            cache_ops=tuple(cache_ops),
             dp_ranks=dp_ranks,
             rows=rows,
             starts=starts,

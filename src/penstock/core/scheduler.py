@@ -20,13 +20,7 @@ from penstock.core.stop import finish_reason
 from penstock.types.outputs import TokenDelta, TokenLogprob
 from penstock.types.request import FinishReason, Request, client_of
 from penstock.types.stats import EngineCounters
-from penstock.types.step import (
-    FROM_DEVICE,
-    CopyBlock,
-    Move,
-    StepPlan,
-    StepResult,
-)
+from penstock.types.step import FROM_DEVICE, StepPlan, StepResult
 
 
 class Scheduler:
@@ -56,11 +50,9 @@ class Scheduler:
         self._free_rows = [list(range(config.max_batch_size))[::-1] for _ in kvs]
         self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._next_step = 0
-        self._late_copies: list[CopyBlock] = []
         self._held_up: tuple[Sequence, bool] | None = (
             None  # in the last plan; whether it lacks a row or blocks
         )
-        self._committed_step = -1
         self._num_arrived = 0
         counters.total_blocks = sum(kv.num_usable for kv in kvs)
 
@@ -121,8 +113,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a step in flight has committed."""
         budgets = [self._config.max_num_tokens] * len(self._kvs)
-        builder = PlanBuilder(self._next_step, budgets, self._late_copies)
-        self._late_copies = []
+        builder = PlanBuilder(self._next_step, budgets)
+        self._preempt_leaving(builder)
         is_due = self._preempt_for_tenant(builder)
         self._plan_decodes(builder)
         if is_due:
@@ -131,12 +123,11 @@ class Scheduler:
         self._admit(builder)
         entries = builder.entries
         if not entries:
-            self._late_copies = builder.copies  # of what was preempted
             return None
         self._next_step += 1
         self._in_flight.append((builder.step_id, entries))
         self._gauge()
-        return builder.to_plan()
+        return builder.to_plan([op for kv in self._kvs for op in kv.take_ops()])
 
     def _preempt_for_tenant(self, builder: PlanBuilder) -> bool:
         """Whether somebody was next in the last plan and nothing of its tenant runs."""
@@ -146,7 +137,9 @@ class Scheduler:
         seq, lacks_room = held_up
         if seq.state is not State.WAITING or seq.account.num_running:
             return False
-        leaving = makes_way(self._config.capacity_policy, self._running) if lacks_room else None
+        if not lacks_room or any(s.is_leaving for s in self._running):
+            return True
+        leaving = makes_way(self._config.capacity_policy, self._running)
         if leaving is not None:
             self._preempt(builder, leaving)
         return True
@@ -175,36 +168,39 @@ class Scheduler:
         if seq.dp_rank in builder.blocked_dp_ranks:
             return False
         while kv.shortfall(seq.holder, max_kv_len) > 0:
-            leaving = victim(
-                s for s in self._running if s.dp_rank == seq.dp_rank and not builder.has(s)
-            )
+            peers = [s for s in self._running if s.dp_rank == seq.dp_rank]
+            if any(s.is_leaving for s in peers):
+                break
+            leaving = victim(s for s in peers if not builder.has(s))
             self._preempt(builder, leaving)
             if leaving is seq:
                 return False
         if kv.grow(seq.holder, max_kv_len):
             return True
-        # The blocks exist but a step in flight may still write them. Nobody younger takes them.
+        # They come with the commit of a step in flight. Nobody younger takes them.
         builder.blocked_dp_ranks.add(seq.dp_rank)
         return False
 
     def _preempt(self, builder: PlanBuilder, seq: Sequence) -> None:
-        self._counters.preemptions += 1
-        swapped = None
+        """At once, or if its blocks go to host memory when its steps in flight have committed: no
+        block of it is free earlier, and the tokens that they bring are kept."""
+        kv = self._kvs[seq.dp_rank]
+        assert seq.holder is not None
+        num_fed = seq.num_tokens - 1  # its last token has not been fed
         if seq.has_prefilled and not seq.is_prefilling:
-            assert seq.holder is not None
-            # Its last token has not been fed, or by a step in flight whose result is void.
-            kv = self._kvs[seq.dp_rank]
-            swapped, copies = kv.swap_out(seq.holder, seq.num_tokens - 1, builder.step_id)
-            builder.copy(seq.dp_rank, copies)
-            self._counters.swapped_out_blocks += len(copies)
+            if seq.num_in_flight and kv.can_swap_out(seq.holder, num_fed):
+                seq.is_leaving = True
+                return
+            if not seq.num_in_flight:
+                kv.swap_out(seq.id, seq.holder, num_fed, builder.step_id)
+        self._counters.preemptions += 1
         self._give_back(seq)
-        seq.preempt(swapped)
+        seq.preempt()
         self._waiting.add(seq)
 
-    def _drop_swapped(self, seq: Sequence) -> None:
-        if seq.swapped is not None:
-            self._kvs[seq.dp_rank].drop_swapped(seq.swapped)
-            seq.swapped = None
+    def _preempt_leaving(self, builder: PlanBuilder) -> None:
+        for seq in [s for s in self._running if s.is_leaving and not s.num_in_flight]:
+            self._preempt(builder, seq)
 
     def _plan_chunks(self, builder: PlanBuilder) -> None:
         for seq in self._running:
@@ -236,7 +232,7 @@ class Scheduler:
         assert seq.holder is not None
         tokens = seq.tokens[: seq.num_prefill]
         kv = self._kvs[seq.dp_rank]
-        builder.copy(seq.dp_rank, kv.before_step(seq.holder, tokens, num_computed, builder.step_id))
+        kv.before_step(seq.holder, tokens, num_computed, builder.step_id)
 
     def _admit(self, builder: PlanBuilder) -> None:
         for seq in self._waiting:
@@ -251,7 +247,7 @@ class Scheduler:
             if not all(gate.ready(seq.request) for gate in self._gates):
                 continue
             dp_rank = max(dp_ranks, key=lambda r: len(self._free_rows[r]))
-            if seq.swapped is not None and seq.dp_rank in dp_ranks:
+            if seq.dp_rank in dp_ranks and self._kvs[seq.dp_rank].is_swapped_out(seq.id):
                 dp_rank = seq.dp_rank
             if not self._start(builder, seq, dp_rank):
                 return  # nobody overtakes a request that waits for room
@@ -259,13 +255,13 @@ class Scheduler:
 
     def _start(self, builder: PlanBuilder, seq: Sequence, dp_rank: int) -> bool:
         kv = self._kvs[dp_rank]
+        if kv.is_swapping_out(seq.id, builder.step_id):
+            return False
         # Prompt log-probabilities need every position computed; otherwise one token must be left.
         needs_all = seq.request.sampling.prompt_logprobs is not None and not seq.has_prefilled
-        match = kv.match(seq.extra_keys, seq.tokens, 0 if needs_all else seq.num_tokens - 1)
-        swapped = seq.swapped if dp_rank == seq.dp_rank else None
-        if swapped is not None and self._committed_step < swapped.step < builder.step_id:
-            return False  # if the step in flight fails, its blocks were not swapped out
-        num_computed = max(match.num_tokens, swapped.num_tokens if swapped is not None else 0)
+        limit = 0 if needs_all else seq.num_tokens - 1
+        match = kv.match(seq.extra_keys, seq.tokens, limit, seq.id)
+        num_computed = match.num_computed
         if not self._chunk_size(builder, dp_rank, num_computed, seq.num_tokens - num_computed):
             return False
         peers = [s for s in self._running if s.dp_rank == dp_rank]
@@ -273,8 +269,8 @@ class Scheduler:
         if not may_start(policy, kv, seq, match, peers, self._lengths, self._overshoot):
             self._held_up = seq, True
             return False
-        holder, copies = kv.open(match, seq.num_tokens, swapped)
-        self._drop_swapped(seq)
+        holder = kv.open(match, seq.num_tokens)
+        self._kvs[seq.dp_rank].drop_swapped(seq.id)
         self._waiting.remove(seq)
         seq.start(dp_rank, self._free_rows[dp_rank].pop(), holder, match.num_tokens, num_computed)
         self._running.append(seq)
@@ -285,8 +281,7 @@ class Scheduler:
             seq.account.num_tokens += seq.num_tokens - match.num_tokens
             self._counters.prefix_query_tokens += seq.num_tokens
             self._counters.prefix_hit_tokens += match.num_tokens
-        self._counters.swapped_in_blocks += sum(copy.move is Move.SWAP_IN for copy in copies)
-        builder.join(seq, num_computed, copies)
+        builder.join(seq, num_computed)
         return True
 
     # Up: one result
@@ -296,9 +291,6 @@ class Scheduler:
         step_id, entries = self._in_flight.popleft()
         assert result.step_id == step_id, (result.step_id, step_id)
         deltas: list[TokenDelta] = []
-        if result.error is not None:
-            for seq in self._waiting:  # the step may not have swapped out their blocks
-                self._drop_swapped(seq)
         # As lists at once: one number out of an array takes as long as the rest of an entry.
         tokens, numbers = result.token_ids.tolist(), result.num_accepted.tolist()
         for i, entry in enumerate(entries):
@@ -309,9 +301,8 @@ class Scheduler:
                 deltas.append(self._fail(seq, why))
             elif delta := self._commit_entry(entry, i, tokens[i][: numbers[i]], result):
                 deltas.append(delta)
-        self._committed_step = step_id
         for kv in self._kvs:
-            kv.release(step_id)
+            kv.commit(step_id, failed=result.error is not None)
         self._counters.steps += 1
         self._gauge()
         return deltas
@@ -366,7 +357,7 @@ class Scheduler:
 
     def _close(self, seq: Sequence, reason: FinishReason) -> TokenDelta:
         if seq.state is State.WAITING:
-            self._drop_swapped(seq)
+            self._kvs[seq.dp_rank].drop_swapped(seq.id)
             self._waiting.remove(seq)
         else:
             self._give_back(seq)
@@ -379,7 +370,6 @@ class Scheduler:
         """Row and blocks of a running sequence. Steps run in order: the row is free at once."""
         assert seq.holder is not None
         self._kvs[seq.dp_rank].close(seq.holder, seq.last_step)
-        self._kvs[seq.dp_rank].release(self._committed_step)
         self._free_rows[seq.dp_rank].append(seq.row)
         self._running.remove(seq)
         seq.account.num_running -= 1
@@ -388,5 +378,7 @@ class Scheduler:
         counters = self._counters
         counters.running = len(self._running)
         counters.waiting = len(self._waiting)
+        counters.swapped_out_blocks = sum(kv.num_swapped_out for kv in self._kvs)
+        counters.swapped_in_blocks = sum(kv.num_swapped_in for kv in self._kvs)
         counters.used_blocks = sum(kv.num_held for kv in self._kvs)
         counters.cached_blocks = sum(kv.num_reusable for kv in self._kvs)

@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from penstock.core.kv.manager import Holder, SwappedOut
+from penstock.core.kv.manager import Holder
 from penstock.core.kv.prefix_index import ExtraKeys, Tokens
 from penstock.types.outputs import TokenLogprob
 from penstock.types.request import Request
@@ -55,7 +55,7 @@ class Sequence:
         self.extra_keys: ExtraKeys = {0: request.cache_keys} if request.cache_keys else {}
         self._tokens: Tokens = request.prompt_ids  # full, so `append` writes to another array
         # While running:
-        self.dp_rank = 0
+        self.dp_rank = 0  # and after it, until it runs again
         self.row = -1
         self.holder: Holder | None = None
         self.num_shared = 0  # tokens taken over from the cache, maybe others' too
@@ -69,9 +69,8 @@ class Sequence:
         self.num_reported = 0  # output tokens that were sent in deltas
         self.unreported_logprobs: list[TokenLogprob] = []
         self.has_prefilled = False  # its prompt was computed and committed at least once
-        self.swapped: SwappedOut | None = (
-            None  # of its last epoch, on the data-parallel rank it had
-        )
+        # Planned no more: it is preempted when its steps in flight have committed.
+        self.is_leaving = False
 
     @property
     def id(self) -> int:
@@ -97,7 +96,8 @@ class Sequence:
     @property
     def wants_tokens(self) -> bool:
         """Whether one more decode can be of use; those in flight count as one token each."""
-        return self.num_output + self.num_pending < self.request.max_tokens
+        has_room = self.num_output + self.num_pending < self.request.max_tokens
+        return has_room and not self.is_leaving
 
     def start(
         self, dp_rank: int, row: int, holder: Holder, num_shared: int, num_computed: int
@@ -107,12 +107,10 @@ class Sequence:
         self.num_prefill = self.num_tokens
         self.num_shared, self.num_planned = num_shared, num_computed
 
-    def preempt(self, swapped: SwappedOut | None) -> None:
-        """Back to waiting. What was not swapped out is computed again; results in flight are
-        void."""
+    def preempt(self) -> None:
+        """Back to waiting; results in flight are void."""
         self._move(State.WAITING)
         self.epoch += 1
-        self.swapped = swapped
         self._leave()
 
     def finish(self) -> None:
@@ -130,6 +128,7 @@ class Sequence:
     def _leave(self) -> None:
         self.row, self.holder = -1, None
         self.num_prefill = self.num_planned = self.num_pending = self.num_in_flight = 0
+        self.is_leaving = False
 
     def _move(self, to: State) -> None:
         assert to in _EDGES[self.state], (self.id, self.state, to)

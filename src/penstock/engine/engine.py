@@ -75,12 +75,12 @@ class Engine:
                 0, self.config.tp_size, self._ranks.meeting_point, rank_device(self.config, 0)
             )
         loaded = load_rank(self.config, self.spec, mesh, timeline)
-        if config.kv_cache_config.host_cache_size and len(loaded.groups) > 1:
-            _log.warning(
-                "kv_cache_config.host_cache_size is not used: this model has windows or states, "
-                "whose blocks are not moved to host memory"
-            )
         cache, weights = self._ranks.agree(loaded.memory.size)
+        if config.kv_cache_config.host_cache_size and not cache.num_host_blocks:
+            _log.warning(
+                "kv_cache_config.host_cache_size is %d bytes, which hold no sequence: raise it",
+                config.kv_cache_config.host_cache_size,
+            )
         self.config = _limited(self.config, cache)
         runner = finish_rank(loaded, self.config, self.spec, cache, timeline)
         workers.done()

@@ -54,8 +54,15 @@ class LayerGroup:
         )
         if not config.block_reuse:
             return needed
-        per_window = -(-self.window // config.tokens_per_block) + 1
+        per_window = self.blocks_per_sequence(config.tokens_per_block)
         return needed + _REUSED_WINDOWS * config.max_batch_size * per_window
+
+    def blocks_per_sequence(self, block_size: int) -> int:
+        """The most that a long sequence holds between two steps: its window, or its state."""
+        if self.has_states:
+            return 1
+        assert self.window is not None, self.spec
+        return -(-self.window // block_size) + 1
 
 
 def _keeps_all(spec: CacheSpec) -> bool:

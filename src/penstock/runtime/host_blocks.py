@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock import log
 
 _SLAB_BYTES = 64 << 20  # allocated at once: while the driver pins a slab, others wait for it
+_ALIGNMENT = 16  # bytes, of a plane within its block
 _AHEAD = 8  # slabs that are ready, or being allocated, beyond the last one in use
 
 _log = log.get(__name__)
@@ -23,7 +24,7 @@ class HostBlocks:
 
     def __init__(self, planes_LB: Sequence[Tensor], num_blocks: int) -> None:
         self._blocks_L = [plane_LB[:, 0] for plane_LB in planes_LB]
-        self._sizes = [block_L.nbytes for block_L in self._blocks_L]
+        self._sizes = [-(-block_L.nbytes // _ALIGNMENT) * _ALIGNMENT for block_L in self._blocks_L]
         self._device = planes_LB[0].device
         self._per_slab = max(1, min(_SLAB_BYTES // sum(self._sizes), num_blocks))
         self._num_slabs = -(-num_blocks // self._per_slab)
@@ -39,7 +40,7 @@ class HostBlocks:
             self._slabs.append(self._allocator.submit(self._allocate))
         parts = self._slabs[index].result()[at].split(self._sizes)
         return [
-            part.view(block_L.dtype).view(block_L.shape)
+            part[: block_L.nbytes].view(block_L.dtype).view(block_L.shape)
             for part, block_L in zip(parts, self._blocks_L, strict=True)
         ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.runtime.cache_groups import LayerGroup
 from penstock.runtime.host_blocks import HostBlocks
-from penstock.types.step import CacheOp, Move
+from penstock.types.step import CacheOp, CopyBlock, SwapIn, SwapOut
 
 
 class KVTensors:
@@ -21,7 +21,7 @@ class KVTensors:
         num_blocks: Sequence[int],
         block_size: int,
         device: torch.device,
-        num_host_blocks: int = 0,
+        num_host_blocks: Sequence[int] = (),
     ) -> None:
         self._groups: list[list[Tensor]] = []  # the planes of each group, [L, B, ...]
         for number, (group, num) in enumerate(zip(groups, num_blocks, strict=True)):
@@ -33,21 +33,22 @@ class KVTensors:
                 layer.group = number
                 layer.bind_cache(*(plane_LB[at] for plane_LB in planes))
             self._groups.append(planes)
-        self._host = [HostBlocks(planes, num_host_blocks) for planes in self._groups]
+        # Of each group; none where nothing is swapped out.
+        self._host = list(map(HostBlocks, self._groups, num_host_blocks))
 
     def apply(self, ops: Iterable[CacheOp]) -> None:
         """Run a plan's cache operations, in order; the host waits for none of them, but for host
         memory that is not there yet."""
         for op in ops:
             planes = self._groups[op.group]
-            match op.move:
-                case Move.WITHIN:
+            match op:
+                case CopyBlock():
                     for plane_LB in planes:
                         plane_LB[:, op.dst].copy_(plane_LB[:, op.src])
-                case Move.SWAP_OUT:
+                case SwapOut():
                     for plane_LB, host_L in zip(planes, self._host[op.group][op.dst], strict=True):
                         host_L.copy_(plane_LB[:, op.src], non_blocking=True)
-                case Move.SWAP_IN:
+                case SwapIn():
                     for plane_LB, host_L in zip(planes, self._host[op.group][op.src], strict=True):
                         plane_LB[:, op.dst].copy_(host_L, non_blocking=True)
 

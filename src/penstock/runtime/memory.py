@@ -4,7 +4,7 @@ On a GPU the activations are measured; on a CPU, where the largest step takes se
 from the sizes of the model and of the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config.run import RunConfig
@@ -35,7 +35,7 @@ class MemoryPlan:
     states: int | None = None  # number of the group whose blocks are states; None: there is none
 
     def cache_bytes(self, size: CacheSize) -> int:
-        return sum(num * block for num, block in zip(size.num_blocks, self.blocks, strict=True))
+        return _dot(size.num_blocks, self.blocks)
 
     def as_dict(self, size: CacheSize) -> dict[str, int]:
         """With a cache of the size that all ranks agreed on."""
@@ -96,7 +96,7 @@ def make_plan(
     further = tuple(
         num_states if group.has_states else group.window_blocks(config) for group in groups[1:]
     )
-    taken = sum(num * block for num, block in zip(further, blocks[1:], strict=True))
+    taken = _dot(further, blocks[1:])
     num_blocks = max(0, budget - taken) // blocks[0]
     if asked is not None and config.device == "cpu":
         if asked * blocks[0] + taken > left:
@@ -124,16 +124,28 @@ def make_plan(
         size=CacheSize(
             num_blocks=(num_blocks, *further),
             max_rows=max_rows,
-            num_host_blocks=_num_host_blocks(config, blocks),
+            num_host_blocks=_num_host_blocks(config, groups, blocks, num_blocks, max_rows),
         ),
         states=states,
         process=process,
     )
 
 
-def _num_host_blocks(config: RunConfig, blocks: tuple[int, ...]) -> int:
-    """Windows and states are not swapped out: only a cache of one group has host blocks."""
-    return config.host_cache_bytes // blocks[0] if len(blocks) == 1 else 0
+def _num_host_blocks(
+    config: RunConfig, groups: Sequence[LayerGroup], blocks: tuple[int, ...], num: int, rows: int
+) -> tuple[int, ...]:
+    """Host memory is divided as `rows` sequences would that fill all `num` blocks of the first
+    group; of the others there is enough for one sequence at least."""
+    further = [group.blocks_per_sequence(config.tokens_per_block) for group in groups[1:]]
+    full = num * blocks[0] + rows * _dot(further, blocks[1:])
+    num_sequences = max(1, int(rows * config.host_cache_bytes / full))
+    further = [num_sequences * each for each in further]
+    left = config.host_cache_bytes - _dot(further, blocks[1:])
+    return (left // blocks[0], *further) if left >= blocks[0] else ()
+
+
+def _dot(nums: Iterable[int], sizes: Iterable[int]) -> int:
+    return sum(num * size for num, size in zip(nums, sizes, strict=True))
 
 
 def cpu_activations(config: RunConfig, spec: ModelSpec) -> int:

@@ -112,7 +112,7 @@ class CacheSize:
 
     num_blocks: tuple[int, ...]  # of each group
     max_rows: int  # sequences that find room at once
-    num_host_blocks: int = 0  # blocks of the first group that host memory has room for
+    num_host_blocks: tuple[int, ...] = ()  # of each group in host memory; none: not swapped out
 
     def within(self, other: "CacheSize") -> "CacheSize":
         """The largest that is no larger than both."""
@@ -120,5 +120,5 @@ class CacheSize:
         return CacheSize(
             num_blocks=tuple(map(min, blocks)),
             max_rows=min(self.max_rows, other.max_rows),
-            num_host_blocks=min(self.num_host_blocks, other.num_host_blocks),
+            num_host_blocks=tuple(map(min, self.num_host_blocks, other.num_host_blocks)),
         )

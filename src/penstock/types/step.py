@@ -9,8 +9,8 @@ rank.
 """
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,26 +40,28 @@ class RowJoin:
     stop_ids: tuple[int, ...]
 
 
-class Move(IntEnum):
-    """From where to where a block is copied."""
-
-    WITHIN = 0  # from one block of the cache to another
-    SWAP_OUT = 1  # from a block to a block of host memory
-    SWAP_IN = 2  # and back
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyBlock:
-    """Cache operation: dst becomes a copy of src in one cache group, before the forward."""
+class _BlockOp(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Of one block in one cache group, all its layers."""
 
     dp_rank: int
     group: int
     src: int
     dst: int
-    move: Move = Move.WITHIN
 
 
-CacheOp = CopyBlock
+class CopyBlock(_BlockOp, frozen=True):
+    """Block `dst` becomes a copy of block `src`."""
+
+
+class SwapOut(_BlockOp, frozen=True):
+    """Host block `dst` becomes a copy of block `src`."""
+
+
+class SwapIn(_BlockOp, frozen=True):
+    """Block `dst` becomes a copy of host block `src`."""
+
+
+CacheOp = CopyBlock | SwapOut | SwapIn  # tagged, since a plan travels to other ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,10 +129,11 @@ traffic = st.lists(
     num_states=st.sampled_from([None, None, 0, 1, 3, 20]),
     num_host_blocks=st.sampled_from([0, 3, 100]),
     reuse=st.booleans(),
+    failing=st.sets(st.integers(0, 60), max_size=6),
 )
 def test_any_traffic_gives_every_request_its_tokens_and_one_end(
     events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy, window,
-    num_states, num_host_blocks, reuse,
+    num_states, num_host_blocks, reuse, failing,
 ):  # fmt: skip
     if num_states is not None:
         tokens_per_decode = 1  # a state cannot go back to before a rejected token
@@ -143,6 +144,7 @@ def test_any_traffic_gives_every_request_its_tokens_and_one_end(
         partial_reuse=reuse and partial, capacity_policy=policy, window=window,
         num_states=num_states, num_host_blocks=num_host_blocks,
     )  # fmt: skip
+    engine.device.fails = failing.__contains__
     asked: dict[int, tuple] = {}
     for event in events:
         if event[0] == "submit":
@@ -163,10 +165,12 @@ def test_any_traffic_gives_every_request_its_tokens_and_one_end(
     for rid, (prompt, max_tokens, stop_ids) in asked.items():
         expected = oracle(prompt, max_tokens, stop_ids)
         assert len(engine.ends[rid]) == 1
-        if engine.ends[rid] == [FinishReason.ABORT]:
+        if engine.ends[rid] in ([FinishReason.ABORT], [FinishReason.ERROR]):
             assert engine.tokens[rid] == expected[: len(engine.tokens[rid])]
         else:
             assert engine.tokens[rid] == expected
+    num_failed_steps = sum(step_id < len(engine.device.plans) for step_id in failing)
+    assert num_failed_steps or not engine.counters.failed
     engine.assert_empty()
 
 

@@ -154,12 +154,35 @@ def test_on_a_cpu_states_have_bytes_of_their_own():
     assert asked.size.num_blocks == (11, 9)
 
 
+def host_blocks(specs: list[CacheSpec], host_cache_bytes: int, **changes) -> tuple[int, ...]:
+    config = replace(CONFIG, host_cache_bytes=host_cache_bytes, **changes)
+    groups = group_layers([Layer(spec) for spec in specs], config)
+    plan = make_plan(config, weights=0, activations=0, free=PLENTY, groups=groups)
+    return plan.size.num_host_blocks
+
+
 def test_the_plan_says_how_many_host_blocks_there_are():
-    config = replace(CONFIG, host_cache_bytes=10 * KV_BYTES + 1)
-    one, two = group_layers(layers(None), config), group_layers(layers(None, 32), config)
-    plans = [make_plan(config, weights=0, activations=0, free=PLENTY, groups=g) for g in (one, two)]
-    assert plans[0].size.num_host_blocks == 10
-    assert plans[1].size.num_host_blocks == 0  # windows are not swapped out
+    assert host_blocks([WHOLE], 10 * KV_BYTES + 1) == (10,)
+    assert host_blocks([WHOLE], KV_BYTES - 1) == host_blocks([WHOLE], 0) == ()
+
+
+def test_host_memory_is_divided_as_sequences_use_it_that_fill_the_cache():
+    """4 rows and 40 blocks: a sequence has ten, and a window of three or a state."""
+    window, kv_max_tokens = replace(WHOLE, window=32), 39 * 16
+    size = 10 * KV_BYTES + 3 * KV_BYTES
+    for num_sequences in (1, 2, 9):
+        found = host_blocks([WHOLE, window], num_sequences * size, kv_max_tokens=kv_max_tokens)
+        assert found == (10 * num_sequences, 3 * num_sequences)
+        num_bytes = num_sequences * (10 * KV_BYTES + STATE_BYTES)
+        config = {"kv_max_tokens": kv_max_tokens, "state_cpu_bytes": 99 * STATE_BYTES}
+        found = host_blocks([WHOLE, STATE], num_bytes, **config)
+        assert found == (10 * num_sequences, num_sequences)
+
+
+def test_little_host_memory_holds_one_sequence_or_none():
+    specs = [WHOLE, replace(WHOLE, window=32)]
+    assert host_blocks(specs, 5 * KV_BYTES) == (2, 3)
+    assert host_blocks(specs, 4 * KV_BYTES - 1) == ()
 
 
 def test_on_a_cpu_the_cache_takes_what_weights_and_activations_leave():
@@ -178,11 +201,11 @@ def test_on_a_cpu_the_cache_takes_what_weights_and_activations_leave():
 
 def test_ranks_agree_on_what_each_of_them_can_hold():
     sizes = [
-        CacheSize(num_blocks=(90, 40), max_rows=30, num_host_blocks=7),
-        CacheSize(num_blocks=(80, 45), max_rows=34, num_host_blocks=6),
+        CacheSize(num_blocks=(90, 40), max_rows=30, num_host_blocks=(7, 3)),
+        CacheSize(num_blocks=(80, 45), max_rows=34, num_host_blocks=(6, 4)),
     ]
     agreed = sizes[0].within(sizes[1])
     assert agreed == sizes[1].within(sizes[0])
-    assert agreed == CacheSize(num_blocks=(80, 40), max_rows=30, num_host_blocks=6)
+    assert agreed == CacheSize(num_blocks=(80, 40), max_rows=30, num_host_blocks=(6, 3))
     assert longest_sequence(CONFIG, agreed) == 256
     assert longest_sequence(CONFIG, replace(agreed, num_blocks=(5, 40))) == 64

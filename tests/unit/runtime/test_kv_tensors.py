@@ -10,8 +10,8 @@ import torch
 from penstock.runtime import host_blocks
 from penstock.runtime.cache_groups import LayerGroup
 from penstock.runtime.kv_tensors import KVTensors
-from penstock.types.cache_spec import FullKV, LatentKV
-from penstock.types.step import CopyBlock, Move
+from penstock.types.cache_spec import FullKV, LatentKV, RecurrentState
+from penstock.types.step import CopyBlock, SwapIn, SwapOut
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -21,7 +21,7 @@ def bound_planes(spec, num_layers: int = 3, num_blocks: int = 6) -> tuple[KVTens
     layers = tuple(
         SimpleNamespace(bind_cache=lambda *own: planes.append(own)) for _ in range(num_layers)
     )
-    kv = KVTensors([LayerGroup(spec=spec, layers=layers)], [num_blocks], 4, DEVICE, 8)
+    kv = KVTensors([LayerGroup(spec=spec, layers=layers)], [num_blocks], 4, DEVICE, [8])
     for own in planes:
         for plane in own:
             plane.view(torch.uint8).random_()
@@ -35,8 +35,16 @@ def bound_planes(spec, num_layers: int = 3, num_blocks: int = 6) -> tuple[KVTens
         FullKV(num_kv_heads=2, head_size=8, dtype="float8_e4m3fn"),
         FullKV(num_kv_heads=2, head_size=8, dtype="int8"),
         LatentKV(latent_size=8, rope_size=4, dtype="bfloat16"),
+        RecurrentState(
+            num_past=3,
+            num_channels=5,
+            conv_dtype="bfloat16",
+            num_value_heads=2,
+            key_size=3,
+            value_size=7,
+        ),
     ],
-    ids=lambda spec: f"{type(spec).__name__}-{spec.dtype}",
+    ids=lambda spec: f"{type(spec).__name__}-{getattr(spec, 'dtype', 'states')}",
 )
 def test_blocks_come_back_from_host_memory_as_they_were(spec, monkeypatch):
     monkeypatch.setattr(host_blocks, "_SLAB_BYTES", 4096)  # a few blocks
@@ -47,12 +55,12 @@ def test_blocks_come_back_from_host_memory_as_they_were(spec, monkeypatch):
 
     second, third, fifth = bits(2), bits(3), bits(5)
     moves = [
-        (2, 7, Move.SWAP_OUT), (3, 0, Move.SWAP_OUT),
-        (1, 2, Move.WITHIN), (1, 3, Move.WITHIN),  # others have the blocks now
-        (0, 4, Move.SWAP_IN), (7, 1, Move.SWAP_IN),
-        (4, 7, Move.SWAP_OUT), (7, 2, Move.SWAP_IN),  # a host block is used again
+        (2, 7, SwapOut), (3, 0, SwapOut),
+        (1, 2, CopyBlock), (1, 3, CopyBlock),  # others have the blocks now
+        (0, 4, SwapIn), (7, 1, SwapIn),
+        (4, 7, SwapOut), (7, 2, SwapIn),  # a host block is used again
     ]  # fmt: skip
-    kv.apply([CopyBlock(dp_rank=0, group=0, src=a, dst=b, move=move) for a, b, move in moves])
+    kv.apply([op(dp_rank=0, group=0, src=a, dst=b) for a, b, op in moves])
     for block, expected in ((4, third), (1, second), (2, third), (5, fifth)):
         assert all(map(torch.equal, bits(block), expected)), block
 

@@ -3,9 +3,11 @@
 A block is in exactly one place: held (references > 0), quarantined (freed, but a step in flight
 may still write it), reusable (free, its contents indexed) or blank (free, contents unknown). Block
 0 is never given out: padded device rows write there.
+
+References are those of holders, and pins: those of operations, which may outlast any holder.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from penstock.types.cache_spec import RESERVED_BLOCKS
@@ -16,7 +18,10 @@ class BlockPool:
         assert num_blocks > RESERVED_BLOCKS, num_blocks
         self.num_blocks = num_blocks
         self._on_evict = on_evict
-        self._refs = [0] * num_blocks
+        self._refs = [0] * num_blocks  # with pins
+        self._pins: Counter[int] = Counter()
+        self._pinned_last_step: dict[int, int] = {}  # of the holders that left a pinned block
+        self._committed_step = -1
         self._blank: deque[int] = deque(range(RESERVED_BLOCKS, num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()  # least recently freed first
         self._quarantine: OrderedDict[int, tuple[int, bool]] = (
@@ -75,17 +80,35 @@ class BlockPool:
     def drop(self, block: int, last_step: int | None, is_indexed: bool) -> None:
         """One holder less. With none left the block is free once `last_step` has committed; None:
         no step in flight writes it, so at once."""
+        last_step = -1 if last_step is None else last_step
         self._refs[block] -= 1
-        assert self._refs[block] >= 0, block
+        assert self._refs[block] >= self._pins[block], block
+        if self._pins[block]:
+            self._pinned_last_step[block] = max(last_step, self._pinned_last_step.get(block, -1))
         if self._refs[block] > 0:
             return
-        if last_step is None:
+        if last_step <= self._committed_step:
             self._free(block, is_indexed)
         else:
             self._quarantine[block] = (last_step, is_indexed)
 
+    def pin(self, block: int) -> None:
+        """One more reference, which no step gives back: `unpin` does, whenever that is."""
+        self.share(block)
+        self._pins[block] += 1
+
+    def unpin(self, block: int, is_indexed: bool) -> None:
+        self._pins[block] -= 1
+        assert self._pins[block] >= 0, block
+        last_step = None
+        if not self._pins[block]:
+            del self._pins[block]
+            last_step = self._pinned_last_step.pop(block, None)
+        self.drop(block, last_step, is_indexed)
+
     def release(self, committed_step: int) -> None:
         """Steps up to `committed_step` have committed: blocks only they could write are free."""
+        self._committed_step = max(committed_step, self._committed_step)
         # In order of dropping: a block waits for those dropped before it, at most a few steps.
         while self._quarantine:
             block, (last_step, is_indexed) = next(iter(self._quarantine.items()))

@@ -5,8 +5,10 @@ of the whole sequence. They share a protocol: the manager asks all groups, the s
 """
 
 import sys
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from penstock.core.kv.block_pool import BlockPool
 from penstock.core.kv.prefix_index import (
@@ -36,6 +38,14 @@ class GroupTable:
     extra_keys: ExtraKeys  # of its blocks
     blocks: list[int] = field(default_factory=list)
     num_evicted: int = 0  # of the first blocks: out of the window, NO_BLOCK in the list
+
+
+class BlockCopy(NamedTuple):
+    src: int
+    dst: int
+    done: Callable[[bool], None] | None = (
+        None  # called when it was made, or is known to have failed
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +79,17 @@ class CacheGroup(Protocol):
     def num_free_tokens(self) -> int:
         """By which sequences can grow now, all together."""
 
-    def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
-        """A table that holds the match, and the (source, destination) blocks to copy for it."""
+    def open(self, match: GroupMatch) -> tuple[GroupTable, list[BlockCopy]]:
+        """A table that holds the match, and what to copy for it."""
+
+    def written(self, table: GroupTable, num_tokens: int) -> GroupTable:
+        """The part of the table that holds the first `num_tokens`, and is needed to go on."""
+
+    def reopen(
+        self, match: GroupMatch, elsewhere: GroupTable
+    ) -> tuple[GroupTable, list[BlockCopy]]:
+        """A table for what blocks of another pool hold, and what to copy from there; what is found
+        in the cache (`match`) is shared."""
 
     def reserve(self, table: GroupTable, num_tokens: int) -> None:
         """A sequence of `num_tokens` starts: take the blocks that must not be missing later."""
@@ -85,13 +104,15 @@ class CacheGroup(Protocol):
 
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
-    ) -> list[tuple[int, int]]:
-        """Blocks to copy before `step` goes on from the first `num_computed` of `tokens`."""
+    ) -> list[BlockCopy]:
+        """What to copy before `step` goes on from the first `num_computed` of `tokens`."""
 
     def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
         """The first `num_computed` tokens are in the cache for good: make their blocks findable."""
 
     def close(self, table: GroupTable, last_step: int) -> None: ...
+
+    def unpin(self, block: int) -> None: ...
 
 
 class FullGroup:
@@ -140,7 +161,7 @@ class FullGroup:
     def num_free_tokens(self) -> int:
         return self.pool.num_available * self.block_size
 
-    def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
+    def open(self, match: GroupMatch) -> tuple[GroupTable, list[BlockCopy]]:
         for block in match.shared:
             if block != NO_BLOCK:
                 self.pool.share(block)
@@ -152,7 +173,26 @@ class FullGroup:
         table.blocks.append(self.pool.allocate())
         # With nothing else left the source itself was evicted: it already holds what is wanted.
         is_copy = table.blocks[-1] != match.copy_from
-        return table, [(match.copy_from, table.blocks[-1])] if is_copy else []
+        return table, [BlockCopy(match.copy_from, table.blocks[-1])] if is_copy else []
+
+    def written(self, table: GroupTable, num_tokens: int) -> GroupTable:
+        blocks = table.blocks[: num_blocks(num_tokens, self.block_size)]
+        return replace(table, digests=list(table.digests), blocks=blocks)
+
+    def reopen(
+        self, match: GroupMatch, elsewhere: GroupTable
+    ) -> tuple[GroupTable, list[BlockCopy]]:
+        num_evicted = elsewhere.num_evicted
+        shared = match.shared[num_evicted:]
+        for block in shared:
+            self.pool.share(block)
+        sources = elsewhere.blocks[num_evicted + len(shared) :]
+        new = [self.pool.allocate() for _ in sources]
+        # Blocks behind these digests are indexed when they have been copied.
+        digests = elsewhere.digests[: max(num_evicted, len(match.shared)) + 1]
+        blocks = [*elsewhere.blocks[:num_evicted], *shared, *new]
+        table = GroupTable(digests, elsewhere.extra_keys, blocks, num_evicted)
+        return table, list(map(BlockCopy, sources, new))
 
     def reserve(self, table: GroupTable, num_tokens: int) -> None:
         self.grow(table, num_tokens)
@@ -169,7 +209,7 @@ class FullGroup:
 
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
-    ) -> list[tuple[int, int]]:
+    ) -> list[BlockCopy]:
         return []
 
     def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
@@ -187,6 +227,9 @@ class FullGroup:
         for block in reversed(table.blocks[table.num_evicted :]):
             self.pool.drop(block, last_step, block in self._index)
         table.blocks.clear()
+
+    def unpin(self, block: int) -> None:
+        self.pool.unpin(block, block in self._index)
 
 
 class WindowGroup(FullGroup):
@@ -281,6 +324,7 @@ class StateGroup:
         self._reuse = reuse and self._num_reserved > 0
         self._snapshots: dict[bytes, dict[_Rest, int]] = {}  # full blocks -> what follows -> block
         self._key_of: dict[int, tuple[bytes, _Rest]] = {}
+        self._unfinished: set[tuple[bytes, _Rest]] = set()  # not copied yet, as far as is known
         self.pool = BlockPool(num_blocks, self._evict)
 
     def match(self, extra_keys: ExtraKeys, tokens: Tokens, limit: int) -> GroupMatch:
@@ -302,7 +346,8 @@ class StateGroup:
 
     def has_room(self, match: GroupMatch, num_tokens: int, num_spare: int) -> bool:
         has_blank = self.pool.num_available > self.pool.num_reusable
-        has_more = self.pool.num_reusable > 0 and len(self._key_of) > self._num_reserved
+        num_snapshots = len(self._key_of) + len(self._unfinished)
+        has_more = self.pool.num_reusable > 0 and num_snapshots > self._num_reserved
         return has_blank or has_more
 
     def most_blocks(self, num_tokens: int) -> int:
@@ -312,13 +357,22 @@ class StateGroup:
     def num_free_tokens(self) -> int:
         return sys.maxsize
 
-    def open(self, match: GroupMatch) -> tuple[GroupTable, list[tuple[int, int]]]:
+    def open(self, match: GroupMatch) -> tuple[GroupTable, list[BlockCopy]]:
         if match.copy_from is not None:
             self.pool.touch(match.copy_from)
         table = GroupTable(list(match.digests), match.extra_keys, [self.pool.allocate()])
         if match.copy_from in (None, table.blocks[0]):  # nothing, or evicted and taken itself
             return table, []
-        return table, [(match.copy_from, table.blocks[0])]
+        return table, [BlockCopy(match.copy_from, table.blocks[0])]
+
+    def written(self, table: GroupTable, num_tokens: int) -> GroupTable:
+        return replace(table, digests=list(table.digests), blocks=list(table.blocks))
+
+    def reopen(
+        self, match: GroupMatch, elsewhere: GroupTable
+    ) -> tuple[GroupTable, list[BlockCopy]]:
+        table = replace(elsewhere, blocks=[self.pool.allocate()])
+        return table, [BlockCopy(elsewhere.blocks[0], table.blocks[0])]
 
     def reserve(self, table: GroupTable, num_tokens: int) -> None:
         pass
@@ -340,7 +394,7 @@ class StateGroup:
 
     def before_step(
         self, table: GroupTable, tokens: Tokens, num_computed: int, step: int
-    ) -> list[tuple[int, int]]:
+    ) -> list[BlockCopy]:
         wanted = (len(tokens), self._reuse_point(len(tokens)))
         is_wanted = num_computed in wanted or num_computed % self._interval == 0
         if not self._reuse or num_computed == 0 or not is_wanted:
@@ -355,19 +409,30 @@ class StateGroup:
         if (known := self._snapshots.get(digest, {}).get(rest)) is not None:
             self.pool.touch(known)
             return []
-        if not self.pool.num_available:
+        if (digest, rest) in self._unfinished or not self.pool.num_available:
             return []
         block = self.pool.allocate()
-        self._snapshots.setdefault(digest, {})[rest] = block
-        self._key_of[block] = (digest, rest)
-        self.pool.drop(block, step, is_indexed=True)
-        return [(table.blocks[0], block)]
+        self.pool.pin(block)  # by the copy: until it was made nobody may find it
+        self.pool.drop(block, step, is_indexed=False)
+        self._unfinished.add((digest, rest))
+        done = partial(self._finish_snapshot, digest, rest, block)
+        return [BlockCopy(table.blocks[0], block, done)]
 
     def index(self, table: GroupTable, tokens: Tokens, num_computed: int) -> None:
         pass
 
     def close(self, table: GroupTable, last_step: int) -> None:
         self.pool.drop(table.blocks.pop(), last_step, is_indexed=False)
+
+    def unpin(self, block: int) -> None:
+        self.pool.unpin(block, block in self._key_of)
+
+    def _finish_snapshot(self, digest: bytes, rest: _Rest, block: int, is_made: bool) -> None:
+        self._unfinished.remove((digest, rest))
+        if is_made:
+            self._snapshots.setdefault(digest, {})[rest] = block
+            self._key_of[block] = (digest, rest)
+        self.unpin(block)
 
     def _rest(self, tokens: Tokens, extra_keys: ExtraKeys) -> _Rest:
         """What of `tokens` follows their last full block."""

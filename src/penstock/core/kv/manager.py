@@ -1,21 +1,31 @@
 """One face over the cache groups of one data-parallel rank: match, open, grow, index, close.
 
 A `Holder` owns references to blocks; a sequence owns a holder while it runs. Nothing here knows
-requests, rows or steps beyond their number.
+requests, rows or steps beyond their number. What must be copied is gathered here, in order, until
+a plan takes it (`take_ops`).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from penstock.core.kv.groups import CacheGroup, GroupMatch, GroupTable
+from penstock.core.kv.completions import Completions
+from penstock.core.kv.groups import BlockCopy, CacheGroup, GroupMatch, GroupTable
+from penstock.core.kv.host_tier import HostTier, SwappedOut
 from penstock.core.kv.prefix_index import ExtraKeys, Tokens
-from penstock.types.step import Move
+from penstock.types.step import CacheOp, CopyBlock, SwapIn, SwapOut
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    num_tokens: int
+    num_tokens: int  # found in the cache
     groups: tuple[GroupMatch, ...]
+    swapped: SwappedOut | None = None  # comes back from the host, if it is more
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that need not be computed."""
+        return self.num_tokens if self.swapped is None else self.swapped.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +33,6 @@ class NewBlock:
     group: int
     index: int  # position in the holder's table
     block: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    group: int
-    src: int
-    dst: int
-    move: Move = Move.WITHIN
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedOut:
-    """The first tokens of a preempted sequence: copies of its blocks in host memory."""
-
-    num_tokens: int
-    host_blocks: tuple[int, ...]
-    step: int  # before which they are made
 
 
 @dataclass(slots=True)
@@ -58,23 +51,40 @@ class Holder:
         return new
 
 
+Pin = tuple[tuple[int, int], ...]  # (group, block): references of an operation, not of a holder
+
+
 class KVManager:
-    """`num_host_blocks`: blocks of host memory, used if every group keeps all tokens."""
+    """`num_host_blocks`: of each group, blocks of host memory for what is swapped out."""
 
-    def __init__(self, groups: Sequence[CacheGroup], num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, groups: Sequence[CacheGroup], num_host_blocks: Sequence[int] = (), dp_rank: int = 0
+    ) -> None:
+        assert len(num_host_blocks) in (0, len(groups)), num_host_blocks
         self.groups = tuple(groups)
-        self.num_host_blocks = num_host_blocks if len(groups) == 1 else 0
-        self._free_host_blocks = list(range(self.num_host_blocks))[::-1]
+        self.num_swapped_out = 0  # blocks since start
+        self.num_swapped_in = 0
+        self._dp_rank = dp_rank
+        self._host = HostTier(num_host_blocks)
+        self._ops: list[CacheOp] = []
+        self._completions = Completions()
 
-    def match(self, extra_keys: ExtraKeys, tokens: Tokens, limit: int) -> PrefixMatch:
-        """The longest prefix, at most `limit` tokens, that every group can take over."""
+    def match(
+        self, extra_keys: ExtraKeys, tokens: Tokens, limit: int, owner: int | None = None
+    ) -> PrefixMatch:
+        """The longest prefix, at most `limit` tokens, that every group can take over, or what was
+        swapped out of `owner`."""
+        swapped = None if owner is None else self._host.get(owner)
         while True:
             found = []
             for group in self.groups:
                 found.append(group.match(extra_keys, tokens, limit))
                 limit = found[-1].num_tokens
             if all(match.num_tokens == limit for match in found):
-                return PrefixMatch(limit, tuple(found))
+                break
+        if swapped is not None and swapped.num_tokens <= limit:
+            swapped = None
+        return PrefixMatch(limit, tuple(found), swapped)
 
     def fits(
         self, match: PrefixMatch, num_tokens: int, num_spare: int, spare_share: float = 0.0
@@ -88,50 +98,65 @@ class KVManager:
             for group, part in zip(self.groups, match.groups, strict=True)
         )
 
-    def open(
-        self, match: PrefixMatch, num_tokens: int, swapped: SwappedOut | None = None
-    ) -> tuple[Holder, list[BlockCopy]]:
-        """A holder for a sequence of `num_tokens`: the matched prefix is shared, what was `swapped`
-        out beyond it comes back; `grow` before use."""
-        host_blocks: tuple[int, ...] = ()
-        if swapped is not None and swapped.num_tokens > match.num_tokens:
-            host_blocks = swapped.host_blocks
-        tables, copies = [], []
+    def open(self, match: PrefixMatch, num_tokens: int) -> Holder:
+        """A holder for a sequence of `num_tokens` that begins with the match; `grow` before use."""
+        tables = []
         for g, (group, part) in enumerate(zip(self.groups, match.groups, strict=True)):
-            table, pairs = group.open(replace(part, copy_from=None) if host_blocks else part)
+            if match.swapped is None:
+                table, copies = group.open(part)
+                self._copy(CopyBlock, g, copies)
+            else:
+                table, copies = group.reopen(part, match.swapped.tables[g])
+                self._copy(SwapIn, g, copies)
+                self.num_swapped_in += len(copies)
             group.reserve(table, num_tokens)
             tables.append(table)
-            copies += [BlockCopy(g, src, dst) for src, dst in pairs]
-            first = len(part.shared)
-            back = zip(host_blocks[first:], table.blocks[first:], strict=False)
-            copies += [BlockCopy(g, src, dst, Move.SWAP_IN) for src, dst in back]
-        return Holder(tuple(tables), [0] * len(tables)), copies
+        return Holder(tuple(tables), [0] * len(tables))
 
-    def swap_out(
-        self, holder: Holder, num_tokens: int, step: int
-    ) -> tuple[SwappedOut | None, list[BlockCopy]]:
-        """Copy the blocks of the first tokens to host memory, before `step`, for a holder that is
-        about to close; None where there is no room."""
-        blocks = holder.tables[0].blocks[: self.groups[0].most_blocks(num_tokens)]
-        if not 0 < len(blocks) <= len(self._free_host_blocks):
-            return None, []
-        host_blocks = [self._free_host_blocks.pop() for _ in blocks]
-        pairs = zip(blocks, host_blocks, strict=True)
-        copies = [BlockCopy(0, src, dst, Move.SWAP_OUT) for src, dst in pairs]
-        return SwappedOut(num_tokens, tuple(host_blocks), step), copies
+    # Host memory: `owner` is whoever was swapped out, and is no holder meanwhile
 
-    def drop_swapped(self, swapped: SwappedOut) -> None:
-        """Its host blocks may be taken at once: copies run in the order in which they are asked."""
-        self._free_host_blocks += swapped.host_blocks
+    def can_swap_out(self, holder: Holder, num_tokens: int) -> bool:
+        return self._host.has_room(self._written(holder, num_tokens))
 
-    @property
-    def num_free_host_blocks(self) -> int:
-        return len(self._free_host_blocks)
+    def swap_out(self, owner: int, holder: Holder, num_tokens: int, step: int) -> None:
+        """Copy what holds the first tokens to host memory, before `step`, if there is room. The
+        holder is about to close, and no step in flight writes its blocks."""
+        tables = self._written(holder, num_tokens)
+        if not self._host.has_room(tables):
+            return
+        swapped = self._host.put(owner, num_tokens, tables, step)
+        for g, (table, host_table) in enumerate(zip(tables, swapped.tables, strict=True)):
+            pairs = zip(table.blocks, host_table.blocks, strict=True)
+            copies = [BlockCopy(*pair) for pair in pairs][table.num_evicted :]
+            self._copy(SwapOut, g, copies)
+            self.num_swapped_out += len(copies)
+        self._completions.add(step, partial(self._finish_swap_out, owner, swapped))
+
+    def is_swapped_out(self, owner: int) -> bool:
+        return self._host.get(owner) is not None
+
+    def is_swapping_out(self, owner: int, step: int) -> bool:
+        """Whether a step before `step` copies its blocks, and may still fail to."""
+        swapped = self._host.get(owner)
+        return swapped is not None and not swapped.is_made and swapped.step < step
+
+    def drop_swapped(self, owner: int) -> None:
+        """It has come back, or never will."""
+        self._host.drop(owner)
 
     @property
     def num_free_host_tokens(self) -> int:
         """Tokens that host memory has room for."""
-        return self.num_free_host_blocks * self.groups[0].block_size
+        num_free = self._host.num_free_blocks
+        return num_free[0] * self.groups[0].block_size if num_free and all(num_free) else 0
+
+    def _written(self, holder: Holder, num_tokens: int) -> list[GroupTable]:
+        return [group.written(table, num_tokens) for group, table in self._tables(holder)]
+
+    def _finish_swap_out(self, owner: int, swapped: SwappedOut, is_made: bool) -> None:
+        swapped.is_made = is_made
+        if not is_made and self._host.get(owner) is swapped:
+            self._host.drop(owner)
 
     def needs_blocks(self, holder: Holder, num_tokens: int) -> bool:
         return any(group.num_missing(table, num_tokens) for group, table in self._tables(holder))
@@ -158,15 +183,19 @@ class KVManager:
             num_tokens = group.chunk_limit(start, num_tokens, end)
         return num_tokens
 
-    def before_step(
-        self, holder: Holder, tokens: Tokens, num_computed: int, step: int
-    ) -> list[BlockCopy]:
-        """What to copy before `step` goes on from the first `num_computed` tokens."""
-        return [
-            BlockCopy(g, src, dst)
-            for g, (group, table) in enumerate(self._tables(holder))
-            for src, dst in group.before_step(table, tokens, num_computed, step)
-        ]
+    def before_step(self, holder: Holder, tokens: Tokens, num_computed: int, step: int) -> None:
+        """Copy what must be before `step` goes on from the first `num_computed` tokens."""
+        for g, (group, table) in enumerate(self._tables(holder)):
+            copies = group.before_step(table, tokens, num_computed, step)
+            self._copy(CopyBlock, g, copies)
+            for copy in copies:
+                if copy.done is not None:
+                    self._completions.add(step, copy.done)
+
+    def take_ops(self) -> list[CacheOp]:
+        """What the next step does before its forward, in order."""
+        ops, self._ops = self._ops, []
+        return ops
 
     def index(self, holder: Holder, tokens: Tokens, num_computed: int) -> None:
         for group, table in self._tables(holder):
@@ -177,9 +206,27 @@ class KVManager:
         for group, table in self._tables(holder):
             group.close(table, last_step)
 
-    def release(self, committed_step: int) -> None:
+    def pin(self, holder: Holder) -> Pin:
+        """What the holder has now stays until `unpin`, however early the holder closes. A group
+        that is never short must have blocks to spare for it."""
+        pin = tuple(
+            (g, block)
+            for g, table in enumerate(holder.tables)
+            for block in table.blocks[table.num_evicted :]
+        )
+        for g, block in pin:
+            self.groups[g].pool.pin(block)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        for g, block in pin:
+            self.groups[g].unpin(block)
+
+    def commit(self, step: int, failed: bool = False) -> None:
+        """`step` has run, or failed: no earlier one is in flight."""
+        self._completions.settle(step, failed)
         for group in self.groups:
-            group.pool.release(committed_step)
+            group.pool.release(step)
 
     def could_hold(self, lengths: Sequence[int]) -> bool:
         """Whether sequences of these lengths that share nothing fit, all at once."""
@@ -203,6 +250,11 @@ class KVManager:
     @property
     def num_reusable(self) -> int:
         return sum(group.pool.num_reusable for group in self.groups)
+
+    def _copy(self, kind: type[CacheOp], group: int, copies: Iterable[BlockCopy]) -> None:
+        self._ops += [
+            kind(dp_rank=self._dp_rank, group=group, src=copy.src, dst=copy.dst) for copy in copies
+        ]
 
     def _tables(self, holder: Holder) -> Iterator[tuple[CacheGroup, GroupTable]]:
         return zip(self.groups, holder.tables, strict=True)

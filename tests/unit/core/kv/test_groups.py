@@ -105,7 +105,8 @@ def test_running_texts_leave_the_copies_of_states_their_blocks():
     num_copies = set()
     while not all(engine.ends[rid] for rid in rids):
         engine.turn()
-        num_copies.add(len(engine.kvs[0].groups[1]._key_of))
+        group = engine.kvs[0].groups[1]
+        num_copies.add(len(group._key_of) + len(group._unfinished))
     assert min(num_copies) == 3
     engine.run_dry()
     for n, rid in enumerate(rids):
@@ -230,10 +231,29 @@ def test_a_state_that_starts_takes_no_snapshot_of_those_that_are_safe():
     group = StateGroup(4, 4, interval=4, max_rows=1, reuse=True)  # one row, two snapshots
     table, _ = group.open(group.match({}, text(*range(9)), 8))
     for end in (4, 8):
-        assert len(group.before_step(table, text(*range(9)), end, step=0)) == 1
+        (copy,) = group.before_step(table, text(*range(9)), end, step=0)
+        assert copy.src == table.blocks[0]
+        copy.done(True)
     group.pool.release(0)
     assert not group.has_room(group.match({}, text(1), 0), 1, 0)
     group.close(table, last_step=0)
     group.pool.release(0)
     match = group.match({}, text(*range(9)), 8)
     assert group.has_room(match, 9, 0) and match.num_tokens == 8
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("failing", range(5))
+def test_a_snapshot_is_found_once_its_step_has_committed(depth, failing):
+    """Never one whose copy did not run, or was of a state that a failed step left behind."""
+    engine = Engine(num_blocks=60, num_states=6, depth=depth)
+    engine.device.fails = lambda step_id: step_id == failing
+    prompt = tuple(range(20))  # in chunks of 8, 4, 4 and 4 tokens, then decodes
+    engine.submit(prompt, max_tokens=4)
+    while not any(engine.ends.values()):
+        engine.turn()
+        rid = engine.submit((*prompt, 30), max_tokens=2)
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle((*prompt, 30), 2)
+    assert engine.counters.failed >= 1
+    engine.assert_empty()
