@@ -1,9 +1,11 @@
 """What crosses between processes arrives as the record it was."""
 
 import msgspec
+import numpy as np
 
-from penstock.ipc.messages import EngineInfo, Ready, ToClient, decoder, encode
+from penstock.ipc.messages import EngineInfo, Forward, Ready, ToClient, ToRank, decoder, encode
 from penstock.types.setting_choice import SettingChoice
+from penstock.types.step import BlockGrowth, CopyBlock, StepPlan, SwapIn, SwapOut
 
 
 def test_choices_of_settings_arrive_as_such():
@@ -16,3 +18,17 @@ def test_choices_of_settings_arrive_as_such():
     info = EngineInfo(**(fields | {"choices": (choice,)}))
     arrived = decoder(ToClient).decode(encode(Ready(info=info)))
     assert arrived == Ready(info=info) and arrived.info.choices == (choice,)
+
+
+def test_cache_operations_arrive_in_order_and_as_what_they_are():
+    none = np.zeros(0, np.int32)
+    columns = ["dp_ranks", "rows", "starts", "num_tokens", "num_logit_rows", "max_kv_lens"]
+    kinds = (SwapOut, CopyBlock, SwapIn, SwapOut)
+    ops = tuple(kind(dp_rank=1, group=2, src=i, dst=9) for i, kind in enumerate(kinds))
+    plan = StepPlan(
+        step_id=3, joins=(), cache_ops=ops, num_decodes=0, needs_late_inputs=False,
+        growth=BlockGrowth(dp_ranks=none, groups=none, rows=none, indices=none, block_ids=none),
+        **dict.fromkeys(columns, none),
+    )  # fmt: skip
+    arrived = decoder(ToRank).decode(encode(Forward(plan=plan)))
+    assert arrived.plan.step_id == 3 and arrived.plan.cache_ops == ops

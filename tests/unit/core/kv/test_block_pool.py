@@ -81,6 +81,34 @@ def test_an_indexed_block_can_be_shared_after_its_holder_left(last_step):
     assert pool.num_available == 0 and not evicted
 
 
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_a_pinned_block_outlives_its_holder_and_holds_up_nobody(is_indexed):
+    pool, _ = pool_of(3)
+    pinned, other = pool.allocate(), pool.allocate()
+    pool.pin(pinned)
+    pool.drop(pinned, last_step=5, is_indexed=is_indexed)
+    pool.drop(other, last_step=5, is_indexed=False)
+    assert pool.refs(pinned) == 1 and pool.num_quarantined == 1
+    pool.release(5)
+    assert pool.allocate() == other and pool.num_available == 0
+    pool.unpin(pinned, is_indexed)
+    assert pool.num_available == 1 and pool.num_reusable == is_indexed
+
+
+def test_a_block_unpinned_before_the_last_step_of_its_holder_waits_for_it():
+    pool, _ = pool_of(2)
+    block = pool.allocate()
+    for _ in range(2):
+        pool.pin(block)
+    pool.drop(block, last_step=5, is_indexed=False)
+    pool.unpin(block, is_indexed=False)
+    assert pool.num_held == 1
+    pool.unpin(block, is_indexed=False)
+    assert pool.num_quarantined == 1 and pool.num_available == 0
+    pool.release(5)
+    assert pool.num_available == 1
+
+
 class AnyUse(RuleBasedStateMachine):
     """Any order of calls, against a model that keeps a set for each kind of block."""
 
@@ -90,6 +118,8 @@ class AnyUse(RuleBasedStateMachine):
         self.held: Counter[int] = Counter()
         self.indexed: set[int] = set()
         self.waiting: dict[int, int] = {}  # block -> the step it waits for, in order of dropping
+        self.pinned: Counter[int] = Counter()
+        self.left: dict[int, int] = {}  # of pinned blocks: the last step of holders that left
         self.step = 0
 
     def on_evict(self, block: int) -> None:
@@ -113,15 +143,36 @@ class AnyUse(RuleBasedStateMachine):
         self.waiting.pop(block, None)
 
     @rule(data=data(), is_indexed=booleans(), steps_left=integers(-1, 3))
-    @precondition(lambda self: +self.held)
+    @precondition(lambda self: self.held - self.pinned)
     def drop(self, data, is_indexed, steps_left) -> None:
-        block = data.draw(sampled_from(sorted(+self.held)))
+        block = data.draw(sampled_from(sorted(self.held - self.pinned)))
         if is_indexed:
             self.indexed.add(block)
         last_step = None if steps_left < 0 else self.step + steps_left
         self.pool.drop(block, last_step, block in self.indexed)
         self.held[block] -= 1
-        if not self.held[block] and last_step is not None:
+        if self.pinned[block]:
+            self.left[block] = max(self.left.get(block, -1), -1 if last_step is None else last_step)
+        elif not self.held[block] and last_step is not None:
+            self.waiting[block] = last_step
+
+    @rule(data=data())
+    @precondition(lambda self: +self.held)
+    def pin(self, data) -> None:
+        block = data.draw(sampled_from(sorted(+self.held)))
+        self.pool.pin(block)
+        self.held[block] += 1
+        self.pinned[block] += 1
+
+    @rule(data=data())
+    @precondition(lambda self: +self.pinned)
+    def unpin(self, data) -> None:
+        block = data.draw(sampled_from(sorted(+self.pinned)))
+        self.pool.unpin(block, block in self.indexed)
+        self.held[block] -= 1
+        self.pinned[block] -= 1
+        last_step = self.left.get(block, -1) if self.pinned[block] else self.left.pop(block, -1)
+        if not self.held[block] and last_step >= self.step:
             self.waiting[block] = last_step
 
     @rule()

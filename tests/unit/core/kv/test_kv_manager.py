@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from core_engine import Engine
+from fake_executor import oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +11,7 @@ from penstock.core.kv.groups import NO_BLOCK, FullGroup, StateGroup, WindowGroup
 from penstock.core.kv.invariants import check
 from penstock.core.kv.manager import Holder, KVManager, NewBlock
 from penstock.core.kv.prefix_index import ExtraKeys
+from penstock.ipc.messages import Abort
 from penstock.types.step import CopyBlock, SwapIn, SwapOut
 
 SIZE = 4  # tokens of a block
@@ -154,6 +157,8 @@ def test_blocks_move_to_host_memory_and_back():
     assert kv.take_ops() == moved(SwapIn, zip(host_blocks, again.tables[0].blocks, strict=True))
     kv.drop_swapped(OWNER)
     assert kv.num_free_host_tokens == 12 and kv.match({}, ids, 9, OWNER).num_computed == 0
+    kv.index(again, ids, 9)
+    assert kv.match({}, ids, 9).num_tokens == 8  # found by others now
     check(kv, [again, other])
 
 
@@ -233,6 +238,32 @@ def test_a_prefix_is_as_long_as_all_groups_have_it():
     assert match.num_tokens == 8  # after which there is a state
     assert [part.num_tokens for part in match.groups] == [8, 8]
     check(kv, [holder])
+
+
+@pytest.mark.parametrize("groups", [{}, {"num_states": 2}], ids=str)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_pinned_outlives_its_request_while_others_come_and_go(depth, groups):
+    """As a transfer would that takes longer than any step."""
+    engine = Engine(num_blocks=24, depth=depth, max_num_tokens=32, **groups)
+    (kv,), slots = engine.kvs, engine.device.slots[0]
+    rid = engine.submit(range(10), max_tokens=9)
+    while not engine.tokens[rid]:
+        engine.turn()
+    pin = kv.pin(engine.scheduler.running[0].holder)
+    engine.inbox.append(Abort(request_ids=(rid,)))
+    engine.turn()
+    while engine.loop._steps:
+        engine.turn()
+    assert kv.num_held == len(pin) > 0 and not engine.scheduler.has_work
+    contents = {key: text for key, text in slots.items() if key[:2] in pin}
+    others = [engine.submit((i, *range(20, 30)), max_tokens=9) for i in range(12)]
+    engine.run_dry()
+    for i, other in enumerate(others):
+        assert engine.tokens[other] == oracle((i, *range(20, 30)), 9)
+    assert {key: text for key, text in slots.items() if key[:2] in pin} == contents
+    kv.unpin(pin)
+    engine.check()
+    engine.assert_empty()
 
 
 KINDS = {
