@@ -32,8 +32,7 @@ class KvCacheConfig(StrictModel):
         None,
         "Bytes of host memory, on each rank, for the cache of requests that had to leave because "
         "the cache was full; without room there they compute it again. Taken when first needed. "
-        "null: on a GPU an eighth of the host's memory, shared by all ranks; 0: none. Not for "
-        "models with windows in some layers or with recurrent ones.",
+        "null: on a GPU an eighth of the host's memory, shared by all ranks; 0: none.",
         ge=0,
         le=2**44,
     )

@@ -137,9 +137,7 @@ class Scheduler:
         seq, lacks_room = held_up
         if seq.state is not State.WAITING or seq.account.num_running:
             return False
-        if not lacks_room or any(s.is_leaving for s in self._running):
-            return True
-        leaving = makes_way(self._config.capacity_policy, self._running)
+        leaving = makes_way(self._config.capacity_policy, self._running) if lacks_room else None
         if leaving is not None:
             self._preempt(builder, leaving)
         return True

@@ -41,11 +41,11 @@ class GroupTable:
 
 
 class BlockCopy(NamedTuple):
+    """`done` is called once, when it is known whether the copy was made."""
+
     src: int
     dst: int
-    done: Callable[[bool], None] | None = (
-        None  # called when it was made, or is known to have failed
-    )
+    done: Callable[[bool], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,3 +257,31 @@ def test_a_snapshot_is_found_once_its_step_has_committed(depth, failing):
     assert engine.tokens[rid] == oracle((*prompt, 30), 2)
     assert engine.counters.failed >= 1
     engine.assert_empty()
+
+
+def test_a_window_that_comes_back_indexes_what_it_holds_and_no_more():
+    group, ids = WindowGroup(9, 4, 5, True, True), text(*range(20))
+    table = computed(group, ids)
+    assert table.num_evicted == 4
+    elsewhere = group.written(table, 20)
+    elsewhere.blocks[4:] = [70]  # of another pool
+    group.close(table, last_step=-1)
+    others = [group.pool.allocate() for _ in range(8)]  # nothing is found any more
+    for block in others:
+        group.pool.drop(block, None, is_indexed=False)
+    again, (copy,) = group.reopen(group.match({}, ids, 19), elsewhere)
+    assert again.blocks == [*[NO_BLOCK] * 4, copy.dst] and copy.src == 70
+    group.index(again, ids, 20)
+    assert group._index.find(again.digests[5], ids[16:]) == copy.dst
+    assert len(group._index) == 1 and NO_BLOCK not in group._index
+
+
+def test_a_snapshot_within_a_block_is_found_under_the_keys_of_that_block_alone():
+    group, ids = StateGroup(9, 4, interval=4, max_rows=2, reuse=True), text(*range(6))
+    table, _ = group.open(group.match({1: ("image",)}, ids, 0))
+    for end in (4, 6):
+        (copy,) = group.before_step(table, ids, end, step=0)
+        copy.done(True)
+    found = [group.match(keys, ids, 6).num_tokens for keys in ({1: ("image",)}, {1: ("b",)}, {})]
+    assert found == [6, 4, 4]
+    assert group.match({0: ("image",)}, ids, 6).num_tokens == 0
