@@ -1,8 +1,8 @@
 """Finds blocks by the tokens they hold: a chain of digests, one per full block.
 
-A block may have extra keys (a salt, an adapter, the hash of an image whose tokens it holds): equal
-tokens under other keys never match, nor do the blocks behind them. Tokens and keys are compared
-too: a digest alone decides nothing.
+A block may have extra keys, for what its contents depend on beside its tokens: equal tokens under
+other keys never match, nor do the blocks behind them. Tokens and keys are compared too: a digest
+alone decides nothing.
 """
 
 import hashlib
