@@ -113,7 +113,7 @@ class KVManager:
             tables.append(table)
         return Holder(tuple(tables), [0] * len(tables))
 
-    # Host memory: `owner` is whoever was swapped out, and is no holder meanwhile
+    # Host memory: `owner` is the id of what was swapped out, which holds no block meanwhile
 
     def can_swap_out(self, holder: Holder, num_tokens: int) -> bool:
         return self._host.has_room(self._written(holder, num_tokens))
