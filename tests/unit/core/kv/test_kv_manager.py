@@ -266,6 +266,24 @@ def test_what_is_pinned_outlives_its_request_while_others_come_and_go(depth, gro
     engine.assert_empty()
 
 
+def test_a_request_that_waits_for_pinned_blocks_starts_when_they_are_given_back():
+    engine = Engine(num_blocks=9, depth=2, max_num_tokens=32)
+    (kv,) = engine.kvs
+    gone = engine.submit(range(24), max_tokens=9)
+    while not engine.tokens[gone]:
+        engine.turn()
+    pin = kv.pin(engine.scheduler.running[0].holder)
+    engine.inbox.append(Abort(request_ids=(gone,)))
+    rid = engine.submit(range(30, 40), max_tokens=9)
+    for _ in range(20):
+        engine.turn()
+    assert not engine.loop._steps and not engine.tokens[rid]  # an idle loop, and nothing fails
+    kv.unpin(pin)
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle(tuple(range(30, 40)), 9)
+    engine.assert_empty()
+
+
 KINDS = {
     "full": lambda: [FullGroup(13, SIZE, True, True)],
     "full without reuse": lambda: [FullGroup(13, SIZE, False, False)],
