@@ -20,7 +20,11 @@ from penstock.server.openapi.document import openapi_document
 from penstock.server.openapi.routes import ROUTES
 
 KEY = {"authorization": "Bearer secret"}
-REQUEST_PATHS = {"ChatRequest": "/v1/chat/completions", "CompletionRequest": "/v1/completions"}
+REQUEST_PATHS = {
+    "ChatRequest": "/v1/chat/completions",
+    "CompletionRequest": "/v1/completions",
+    "ResponsesRequest": "/v1/responses",
+}
 MEDIA = "application/json"
 
 
@@ -117,7 +121,11 @@ def test_bounds_are_those_of_the_server(document, server):
                     kind[one] + by for one, by in (("minimum", -1), ("maximum", 1)) if one in kind
                 ]
                 for value in beyond:
-                    needs = {"logprobs": True} if field == "top_logprobs" else {}
+                    needs = {}
+                    if field == "top_logprobs" and name == "ChatRequest":
+                        needs = {"logprobs": True}
+                    elif field == "top_logprobs":
+                        needs = {"include": ["message.output_text.logprobs"]}
                     answer = server.post(path, json={**base, **needs, field: value})
                     assert answer.status_code == 400, (path, field, value)
                     body_schema = document["components"]["schemas"][name]
@@ -154,7 +162,9 @@ def test_other_answers_are_as_described(document, server):
     file = server.post("/v1/files", files=form, data={"purpose": "batch"}).json()
     asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
     batch = server.post("/v1/batches", json={**asked, "input_file_id": file["id"]}).json()
+    response = server.post("/v1/responses", json={"input": "Hi"}).json()
     names = {"model": "org/model", "file_id": file["id"], "batch_id": batch["id"]}
+    names["response_id"] = response["id"]
     num_checked = 0
     for method, path, operation in operations(document):
         content = operation["responses"].get("200", {}).get("content", {})
@@ -164,7 +174,7 @@ def test_other_answers_are_as_described(document, server):
             assert answer.status_code == 200
             check(document, schema, answer.json())
             num_checked += 1
-    assert num_checked >= 9
+    assert num_checked >= 11
     chat = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
     for path, body in (
         ("/v1/chat/completions", chat),
@@ -176,6 +186,17 @@ def test_other_answers_are_as_described(document, server):
         assert len(chunks) > 5 and events[-2] == "data: [DONE]"
         for chunk in chunks:
             check(document, content["text/event-stream"]["schema"], chunk)
+
+
+@pytest.mark.parametrize("path, body", [("/v1/responses", {"input": "Hi", "stream": True})])
+def test_named_events_are_as_described(document, server, path, body):
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    *events, end = server.post(path, json=body).text.split("\n\n")
+    assert len(events) > 8 and end == ""
+    for name, data in (one.split("\n") for one in events):
+        chunk = json.loads(data.removeprefix("data: "))
+        check(document, content["text/event-stream"]["schema"], chunk)
+        assert name == f"event: {chunk['type']}"
 
 
 def test_errors_are_as_described(document, server):

@@ -70,6 +70,22 @@ class HttpConfig(StrictModel):
         le=1 << 16,
     )
 
+    max_responses: int = setting(
+        1000,
+        "Most responses of /v1/responses of each API key that are stored, for "
+        "`previous_response_id`, `background` and GET; the oldest go first, and all of them when "
+        "the server stops. 0: none are.",
+        ge=0,
+        le=1_000_000,
+    )
+    max_response_bytes: int = setting(
+        64 << 20,
+        "Most bytes of each API key's stored responses together, with the conversations before "
+        "them; the oldest go first.",
+        ge=1 << 10,
+        le=1 << 40,
+    )
+
     keep_alive_timeout: float = setting(
         75.0,
         "Seconds that a connection without a request stays open. Longer than a balancer in front "

@@ -70,6 +70,7 @@ async def run(task: dict[str, Any]) -> int:
     is_well = await _watch(pipeline, shared, server, serving, leaving)
     await serving
     await app.state.batches.aclose()
+    await app.state.responses.aclose()
     await pipeline.aclose()
     return 0 if is_well else FAILED
 

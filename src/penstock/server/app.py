@@ -21,6 +21,8 @@ from penstock.server.openai import batches, files
 from penstock.server.openai.chat import chat_completions
 from penstock.server.openai.completions import completions
 from penstock.server.openai.models import model, models
+from penstock.server.openai.responses import endpoints as responses
+from penstock.server.openai.responses.service import response_service
 from penstock.server.openai.tokenize import detokenize, tokenize
 from penstock.server.openapi.page import docs, openapi_json
 from penstock.server.paths import TrailingSlash
@@ -48,6 +50,7 @@ def build_app(
         routes=[  # tried one after the other, so those that are asked most come first
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/responses", responses.create_response, methods=["POST"]),
             Route("/", front_page),
             Route("/favicon.ico", favicon),
             Route("/openapi.json", openapi_json),
@@ -61,6 +64,12 @@ def build_app(
             Route("/v1/models/{model:path}", model),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/v1/responses/{response_id}", responses.get_response),
+            Route("/v1/responses/{response_id}", responses.delete_response, methods=["DELETE"]),
+            Route(
+                "/v1/responses/{response_id}/cancel", responses.cancel_response, methods=["POST"]
+            ),
+            Route("/v1/responses/{response_id}/input_items", responses.list_input_items),
             Route("/v1/files", files.upload_file, methods=["POST"]),
             Route("/v1/files", files.list_files),
             Route("/v1/files/{file_id}", files.get_file),
@@ -76,6 +85,7 @@ def build_app(
     )
     app.router.redirect_slashes = False
     app.state.server = server_state(pipeline, config, shared, choices, access.has_keys)
+    app.state.responses = response_service(config, shared)
     app.state.batches = batch_service(app.state.server, config, drain, access)
     return app
 

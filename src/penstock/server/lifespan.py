@@ -135,6 +135,7 @@ class FirstApiServer:
             await others.stop()
             if self._app is not None:
                 await self._app.state.batches.aclose()
+                await self._app.state.responses.aclose()
             await stop_pipeline(pipeline, engine)
         await send(end)
 

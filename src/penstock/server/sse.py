@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from penstock import log
-from penstock.server.errors import explain
+from penstock.server.errors import ErrorBody, explain
 from penstock.server.generations import Generations
 from penstock.server.pipe import Pipe, pipe_of
 from penstock.types.outputs import TextDelta
@@ -33,6 +33,12 @@ class ClientGone(Exception):
 
 def event(chunk: Any) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
+
+
+def named_event(chunk: msgspec.Struct) -> bytes:
+    """Named as its `type` says, its tag."""
+    tag: str = chunk.__struct_config__.tag  # type: ignore[assignment]
+    return b"event: " + tag.encode() + b"\n" + event(chunk)
 
 
 class TextEvents:
@@ -83,13 +89,24 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-class Responder(Protocol):
-    """Writes the events of one response."""
-
+class EventWriter(Protocol):
     def event(self, prompt_index: int, delta: TextDelta) -> bytes:
         """Empty while there is nothing to say."""
 
+
+class Responder(EventWriter, Protocol):
+    """Writes the events of one response of the completions and chat APIs."""
+
     def last_event(self) -> bytes: ...
+
+
+class FramedResponder(EventWriter, Protocol):
+    """Writes the events of one response, how it begins and how it ends among them."""
+
+    def opening(self) -> bytes:
+        """Before any token."""
+
+    async def ending(self, error: Exception | None) -> bytes: ...
 
 
 class EventStream:
@@ -102,7 +119,8 @@ class EventStream:
 
     def __init__(self, generations: Generations, responder: Responder) -> None:
         self._generations = generations
-        self._responder = responder
+        self._writer: EventWriter = responder
+        self._last_event = responder.last_event
         self._pipe: Pipe  # from the call on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,12 +128,14 @@ class EventStream:
         self._pipe = pipe = pipe_of(scope, send)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            if opening := self._opening():
+                pipe.write(opening)
             pipe.on_pause, pipe.on_resume = generations.hold, generations.release
             if pipe.is_paused:
                 generations.hold()
             error = await until_disconnect(receive, generations.stream_to(self.write_event))
             await pipe.flush()
-            await send({"type": "http.response.body", "body": self._end(error)})
+            await send({"type": "http.response.body", "body": await self._ending(error)})
         except ClientGone:
             pass
         finally:
@@ -123,13 +143,36 @@ class EventStream:
             await generations.aclose()
 
     def write_event(self, prompt_index: int, delta: TextDelta) -> None:
-        if data := self._responder.event(prompt_index, delta):
+        if data := self._writer.event(prompt_index, delta):
             self._pipe.write(data)
 
-    def _end(self, error: Exception | None) -> bytes:
+    def _opening(self) -> bytes:
+        return b""
+
+    async def _ending(self, error: Exception | None) -> bytes:
         if error is None:
-            return self._responder.last_event() + DONE
-        said = explain(error)
-        if said.status == 500:
-            _log.error("a stream failed", exc_info=error)
-        return event(said.as_dict()) + DONE
+            return self._last_event() + DONE
+        return event(explain_failure(error).as_dict()) + DONE
+
+
+class FramedStream(EventStream):
+    """Of APIs that begin and end a stream with events of their own."""
+
+    def __init__(self, generations: Generations, responder: FramedResponder) -> None:
+        self._generations = generations
+        self._writer = responder
+        self._responder = responder
+
+    def _opening(self) -> bytes:
+        return self._responder.opening()
+
+    async def _ending(self, error: Exception | None) -> bytes:
+        return await self._responder.ending(error)
+
+
+def explain_failure(error: Exception) -> ErrorBody:
+    """Of a response that has begun; a bug is logged."""
+    said = explain(error)
+    if said.status == 500:
+        _log.error("a response failed", exc_info=error)
+    return said

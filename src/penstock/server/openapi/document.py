@@ -129,9 +129,10 @@ def _success(text: RouteText) -> Schema:
     else:
         schema = {"$ref": _REF.format(text.response.__name__)}
         content = {"application/json": {"schema": schema}}
-    if text.events is not None:
-        schema = {"$ref": _REF.format(text.events.__name__)}
-        content["text/event-stream"] = {"schema": schema}
+    if text.events:
+        kinds = [{"$ref": _REF.format(one.__name__)} for one in text.events]
+        events: Schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        content["text/event-stream"] = {"schema": events}
     return {"200": {"description": "The answer", "content": content}}
 
 
@@ -142,7 +143,7 @@ def _error(status: int) -> Schema:
 
 def _schemas(texts: Iterable[RouteText]) -> dict[str, Schema]:
     texts = list(texts)
-    records = [one for text in texts for one in (text.response, text.events)]
+    records = [one for text in texts for one in (text.response, *text.events)]
     kinds = {one for one in records if isinstance(one, type)} | {ErrorResponse}
     _, found = msgspec.json.schema_components(kinds, ref_template=_REF.format("{name}"))
     schemas: dict[str, Schema] = dict(found)

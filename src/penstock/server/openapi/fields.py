@@ -58,9 +58,30 @@ FIELDS = {
     "documents": "For chat templates that take documents.",
     "chat_template_kwargs": "Passed on to the chat template.",
     "user": "Not used.",
-    "metadata": "Of a batch: kept with it, at most 16 texts. Elsewhere not used.",
+    "metadata": "Of a batch or a response: kept with it, at most 16 texts. Elsewhere not used.",
     "service_tier": "Not used.",
-    "store": "Not used: nothing is stored.",
+    "store": "Of a response: false does not store it; null: stored, where the server stores any. "
+    "Elsewhere not used: nothing is stored.",
+    "input": "A text, or the items of a conversation: messages, function calls and their outputs, "
+    "reasoning.",
+    "instructions": "A system message before the conversation; the next response does not "
+    "inherit it.",
+    "previous_response_id": "A stored response whose conversation goes on.",
+    "background": "Return at once; the response is asked for with GET until it has ended.",
+    "max_output_tokens": "Longest output, in tokens, reasoning included. null: as long as the "
+    "context allows.",
+    "max_tool_calls": "Of tools that the server runs, and it runs none.",
+    "reasoning": "How the model reasons.",
+    "effort": "For models whose chat template knows it.",
+    "summary": "Nothing is summarized: reasoning is returned as it is.",
+    "generate_summary": "The same as summary.",
+    "text": "What the text of the output is like.",
+    "format": "As response_format of a chat; name and schema of a JSON schema stand beside its "
+    "type.",
+    "truncation": "auto: the oldest turns are left out where the conversation is too long; "
+    "disabled: it is refused.",
+    "include": "message.output_text.logprobs: log probabilities of the output tokens.",
+    "include_obfuscation": "Nothing is added to events.",
     "safety_identifier": "Not used.",
     "prompt_cache_key": "Not used: prefixes are found by themselves.",
     "return_token_strs": "Return the text of each token, too.",

@@ -19,8 +19,15 @@ from penstock.server.openai.models import ModelCard
 from penstock.server.openai.requests.batches import BatchRequest
 from penstock.server.openai.requests.chat import ChatRequest
 from penstock.server.openai.requests.completions import CompletionRequest
+from penstock.server.openai.requests.responses import ResponsesRequest
 from penstock.server.openai.requests.schema import Strict
 from penstock.server.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
+from penstock.server.openai.responses.records import (
+    EVENTS,
+    InputItemList,
+    ResponseDeleted,
+    ResponseObject,
+)
 from penstock.server.openai.tokenize import Tokens
 from penstock.server.openapi.shapes import (
     Detokenized,
@@ -34,15 +41,15 @@ from penstock.server.openapi.shapes import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteText:
     """`request`: the schema that checks the body. `form`: names of the fields of a form instead.
-    `response`: a record for JSON, else a media type. `events`: what a stream sends. `errors`:
-    statuses beside those that every route may have."""
+    `response`: a record for JSON, else a media type. `events`: kinds that a stream sends.
+    `errors`: statuses beside those that every route may have."""
 
     summary: str
     group: str = "server"
     request: type[Strict] | None = None
     form: tuple[str, ...] = ()
     response: type | str = "application/json"
-    events: type | None = None
+    events: tuple[type, ...] = ()
     query: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
     example: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +64,7 @@ PATH_PARAMETERS = {
     "model": "Name of a model.",
     "file_id": "Id of a file.",
     "batch_id": "Id of a batch.",
+    "response_id": "Id of a stored response.",
 }
 QUERY_PARAMETERS: Mapping[str, tuple[dict[str, Any], str]] = {
     "limit": ({"type": "integer", "minimum": 1, "maximum": 10_000}, "Most entries to return."),
@@ -71,7 +79,7 @@ ROUTES: Mapping[tuple[str, str], RouteText] = {
         group="generation",
         request=ChatRequest,
         response=reply.ChatResponse,
-        events=reply.ChatChunk,
+        events=(reply.ChatChunk,),
         errors=_ASK,
         example=_CHAT,
     ),
@@ -80,9 +88,40 @@ ROUTES: Mapping[tuple[str, str], RouteText] = {
         group="generation",
         request=CompletionRequest,
         response=reply.CompletionResponse,
-        events=reply.CompletionResponse,
+        events=(reply.CompletionResponse,),
         errors=_ASK,
         example={"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
+    ),
+    ("POST", "/v1/responses"): RouteText(
+        summary="The next response of a conversation, whole, as a stream or in the background",
+        group="generation",
+        request=ResponsesRequest,
+        response=ResponseObject,
+        events=EVENTS,
+        errors=(*_ASK, 404),
+        example={"input": "What is the capital of France?", "max_output_tokens": 64},
+    ),
+    ("GET", "/v1/responses/{response_id}"): RouteText(
+        summary="A stored response", group="responses", response=ResponseObject, errors=(400, 404)
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): RouteText(
+        summary="Delete a stored response",
+        group="responses",
+        response=ResponseDeleted,
+        errors=(404,),
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): RouteText(
+        summary="End a response in the background",
+        group="responses",
+        response=ResponseObject,
+        errors=(400, 404),
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): RouteText(
+        summary="The conversation that a stored response was made from",
+        group="responses",
+        response=InputItemList,
+        query=("limit", "after", "order"),
+        errors=(400, 404),
     ),
     ("POST", "/tokenize"): RouteText(
         summary="Token ids of a text or a conversation",
