@@ -24,6 +24,7 @@ REQUEST_PATHS = {
     "ChatRequest": "/v1/chat/completions",
     "CompletionRequest": "/v1/completions",
     "ResponsesRequest": "/v1/responses",
+    "MessagesRequest": "/v1/messages",
 }
 MEDIA = "application/json"
 
@@ -188,10 +189,16 @@ def test_other_answers_are_as_described(document, server):
             check(document, content["text/event-stream"]["schema"], chunk)
 
 
-@pytest.mark.parametrize("path, body", [("/v1/responses", {"input": "Hi", "stream": True})])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 99}),
+    ],
+)
 def test_named_events_are_as_described(document, server, path, body):
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
-    *events, end = server.post(path, json=body).text.split("\n\n")
+    *events, end = server.post(path, json={**body, "stream": True}).text.split("\n\n")
     assert len(events) > 8 and end == ""
     for name, data in (one.split("\n") for one in events):
         chunk = json.loads(data.removeprefix("data: "))
@@ -199,16 +206,21 @@ def test_named_events_are_as_described(document, server, path, body):
         assert name == f"event: {chunk['type']}"
 
 
-def test_errors_are_as_described(document, server):
-    path = "/v1/completions"
-    for status, body, headers in (
-        (400, {"prompt": "Hi", "temperature": -1}, {}),
-        (401, {"prompt": "Hi"}, {"authorization": "Bearer wrong"}),
-        (429, {"prompt": "REFUSE"}, {}),
-        (503, {"prompt": "FAIL"}, {}),
-        (500, {"prompt": "BUG"}, {}),
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_errors_are_as_described(document, server, path):
+    def body(words: str, **changes: Any) -> dict[str, Any]:
+        if path == "/v1/completions":
+            return {"prompt": words, **changes}
+        return {"messages": [{"role": "user", "content": words}], "max_tokens": 99, **changes}
+
+    for status, asked, headers in (
+        (400, body("Hi", temperature=-1), {}),
+        (401, body("Hi"), {"authorization": "Bearer wrong"}),
+        (429, body("REFUSE"), {}),
+        (503, body("FAIL"), {}),
+        (500, body("BUG"), {}),
     ):
-        answer = server.post(path, json=body, headers=headers)
+        answer = server.post(path, json=asked, headers=headers)
         assert answer.status_code == status
         check(document, answer_schema(document, "POST", path, status), answer.json())
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_fakes import running_server
+from http_fakes import OUTPUT, FakePipeline, running_server
 from scripted_pipeline import ScriptedPipeline
 
 TOOLS = [
@@ -28,11 +28,10 @@ def script(prompt: str) -> str:
     if "tool: " in last:
         return "<think>\nIt is warm.\n</think>\n\nIt is 21 degrees in Paris."
     if "weather" in last and "tools: " in prompt:
-        calls = [
-            f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
-            for city in ("Paris", "Rome")
-        ]
-        return "<think>\nI must look.\n</think>\n\nLet me look.\n" + "\n".join(calls)
+        cities = ("Paris", "Rome")
+        calls = [json.dumps({"name": "get_weather", "arguments": {"city": c}}) for c in cities]
+        tagged = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+        return f"<think>\nI must look.\n</think>\n\nLet me look.\n{tagged}"
     return "Hello, dear user."
 
 
@@ -260,9 +259,7 @@ def test_what_cannot_be_done_is_refused_by_its_name(server, body, param, said):
     assert said in error["message"]
 
 
-def test_log_probabilities_come_with_the_text(client, server):
-    from http_fakes import OUTPUT, FakePipeline
-
+def test_log_probabilities_come_with_the_text():
     with running_server(FakePipeline()) as running:
         plain = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         asked: dict[str, Any] = {
@@ -297,9 +294,7 @@ def test_the_oldest_turns_make_room(client, server):
     assert len(prompt) > 3000, "no more is left out than must be"
 
 
-def test_a_stream_that_fails_ends_with_an_event_that_says_so(server):
-    from http_fakes import FakePipeline
-
+def test_a_stream_that_fails_ends_with_an_event_that_says_so():
     with running_server(FakePipeline()) as running:
         plain = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         events = list(plain.responses.create(model="m", input="FAIL", stream=True))
@@ -312,17 +307,15 @@ def test_a_stream_that_fails_ends_with_an_event_that_says_so(server):
 
 
 def test_a_stream_that_runs_at_the_servers_end_is_told():
-    with running_server(ScriptedPipeline(script), http_config={"shutdown_timeout": 0}) as running:
-        with httpx.stream(
-            "POST",
-            f"{running.url}/v1/responses",
-            json={"input": "SLOW", "stream": True},
-            timeout=60,
-        ) as stream:
-            lines = stream.iter_lines()
-            assert next(lines) == "event: response.created"
-            running.server.leave()
-            names = [line for line in lines if line.startswith("event: ")]
+    body = {"input": "SLOW", "stream": True}
+    with (
+        running_server(ScriptedPipeline(script), http_config={"shutdown_timeout": 0}) as running,
+        httpx.stream("POST", f"{running.url}/v1/responses", json=body, timeout=60) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines) == "event: response.created"
+        running.server.leave()
+        names = [line for line in lines if line.startswith("event: ")]
     assert names[-1] == "event: response.failed"
 
 

@@ -13,6 +13,7 @@ from penstock.config.schema import EngineConfig
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.server import health
 from penstock.server.access_log import AccessLog
+from penstock.server.anthropic.messages import count_tokens, create_message
 from penstock.server.auth import ApiKeyGuard
 from penstock.server.batches.service import batch_service
 from penstock.server.drain import Drain
@@ -50,6 +51,7 @@ def build_app(
         routes=[  # tried one after the other, so those that are asked most come first
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/messages", create_message, methods=["POST"]),
             Route("/v1/responses", responses.create_response, methods=["POST"]),
             Route("/", front_page),
             Route("/favicon.ico", favicon),
@@ -64,6 +66,7 @@ def build_app(
             Route("/v1/models/{model:path}", model),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             Route("/v1/responses/{response_id}", responses.get_response),
             Route("/v1/responses/{response_id}", responses.delete_response, methods=["DELETE"]),
             Route(

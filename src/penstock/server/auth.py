@@ -1,4 +1,5 @@
-"""Who asks: `Authorization: Bearer KEY` -> `Tenant`, and what a request may have on its behalf.
+"""Who asks: `Authorization: Bearer KEY` or `X-Api-Key: KEY` -> `Tenant`, and what a request may
+have on its behalf.
 
 What follows from being a tenant happens elsewhere: places in `frontend/capacity`, order in
 `core/queue`, sharing of prefixes through `Request.cache_keys`.
@@ -69,7 +70,7 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -1,4 +1,7 @@
-"""Exception -> OpenAI error JSON. The only mapping; nothing of a stack trace reaches a client."""
+"""Exception -> error JSON, as OpenAI's clients read it, or as Anthropic's do where these ask.
+
+The only mapping; nothing of a stack trace reaches a client.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +39,18 @@ _CODES = {
     413: "body_too_large",
     429: "over_capacity",
 }
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +66,27 @@ class ErrorBody:
     def as_dict(self) -> dict[str, Any]:
         """Read by the openai client (`error`), and flat as TensorRT-LLM's clients expect it."""
         kind = _TYPES.get(self.status, "internal_server_error")
-        # Words of a template or a library may hold what is no character.
-        message = self.message.encode("utf8", "replace").decode()
-        said = {"message": message, "type": kind, "param": self.param}
+        said = {"message": self._message, "type": kind, "param": self.param}
         return {
             "error": {**said, "code": self.code},
             "object": "error",
             **said,
             "code": self.status,
         }
+
+    def as_anthropic_dict(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self._message}}
+
+    def encoded(self, path: str) -> bytes:
+        """As clients of the API at `path` read it."""
+        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+        return msgspec.json.encode(self.as_anthropic_dict() if is_anthropic else self.as_dict())
+
+    @property
+    def _message(self) -> str:
+        """Words of a template or a library may hold what is no character."""
+        return self.message.encode("utf8", "replace").decode()
 
 
 def explain(error: Exception) -> ErrorBody:
@@ -84,16 +111,11 @@ def explain(error: Exception) -> ErrorBody:
     return ErrorBody(500, "internal_error", message, headers=headers)
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, path: str) -> Response:
     said = explain(error)
-    return Response(
-        msgspec.json.encode(said.as_dict()),
-        said.status,
-        said.headers,
-        media_type="application/json",
-    )
+    return Response(said.encoded(path), said.status, said.headers, media_type="application/json")
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
     """The server logs the stack trace once this response has been sent."""
-    return error_response(error)
+    return error_response(error, request.scope["path"])

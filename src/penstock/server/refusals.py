@@ -17,7 +17,7 @@ from penstock.server.state import state_of
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
     state_of(request).metrics.observe(RequestRefused(explain(error).status))
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

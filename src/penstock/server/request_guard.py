@@ -8,7 +8,6 @@ Sends everybody away once the server is leaving. Keys are not its business.
 import asyncio
 import ipaddress
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -49,7 +48,7 @@ class RequestGuard:
         # The connection ends; with bytes unread it would end in a reset, which may overtake us.
         await _skip_body(receive)
         headers = error.headers | {"connection": "close"}
-        body = msgspec.json.encode(error.as_dict())
+        body = error.encoded(scope["path"])
         response = Response(body, error.status, headers, media_type="application/json")
         await response(scope, receive, send)
 

@@ -42,14 +42,15 @@ class Access:
         return bool(self._digests)
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Tenant | None:
-        """By the one Authorization header. Equal keys are found by digests under a random key of
-        this process, so that no time that is spent here tells anything about a key."""
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1:
+        """By the one Authorization or the one X-Api-Key header, or both where they agree. Equal
+        keys are found by digests under a random key of this process, so that no time that is spent
+        here tells anything about a key."""
+        given = [header for header in headers if header[0] in _KEY_HEADERS]
+        found = {self._digests.get(_digest(self._pepper, _key(*header))) for header in given}
+        index = found.pop() if len(found) == 1 else None
+        if index is None or len({name for name, _ in given}) != len(given):
             return None
-        scheme, _, key = given[0].partition(b" ")
-        index = self._digests.get(_digest(self._pepper, key.strip(b" ")))
-        return None if index is None or scheme.lower() != b"bearer" else self.tenants[index]
+        return self.tenants[index]
 
     def to_task(self) -> dict[str, Any]:
         """For a further API server: no key is in it."""
@@ -87,6 +88,17 @@ def _tenant(index: int, key: NamedKey, secret: bytes, is_open: bool) -> Tenant:
         prefix_scope=None if is_open else scope,
         salt_scope=scope,
     )
+
+
+_KEY_HEADERS = (b"authorization", b"x-api-key")
+
+
+def _key(name: bytes, value: bytes) -> bytes:
+    """Nobody's, where it is not given as a bearer's."""
+    if name == b"authorization":
+        scheme, _, value = value.partition(b" ")
+        value = value if scheme.lower() == b"bearer" else b""
+    return value.strip(b" ")
 
 
 def _digest(pepper: bytes, key: bytes) -> bytes:

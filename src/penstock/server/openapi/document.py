@@ -20,7 +20,6 @@ from penstock.server.openapi.routes import (
     ROUTES,
     RouteText,
 )
-from penstock.server.openapi.shapes import ErrorResponse
 from penstock.types.sampling import BOUNDS
 
 _REF = "#/components/schemas/{}"
@@ -102,7 +101,7 @@ def _operation(method: str, path: str, text: RouteText, has_key: bool) -> Schema
     if (body := _request_body(text)) is not None:
         said["requestBody"] = body
     errors = {*text.errors, 500, *([401] if has_key and path not in _OPEN_PATHS else [])}
-    said["responses"] = _success(text) | {str(one): _error(one) for one in sorted(errors)}
+    said["responses"] = _success(text) | {str(one): _error(one, text) for one in sorted(errors)}
     return said
 
 
@@ -136,15 +135,15 @@ def _success(text: RouteText) -> Schema:
     return {"200": {"description": "The answer", "content": content}}
 
 
-def _error(status: int) -> Schema:
-    schema = {"$ref": _REF.format(ErrorResponse.__name__)}
+def _error(status: int, text: RouteText) -> Schema:
+    schema = {"$ref": _REF.format(text.error_record.__name__)}
     return {"description": _ERRORS[status], "content": {"application/json": {"schema": schema}}}
 
 
 def _schemas(texts: Iterable[RouteText]) -> dict[str, Schema]:
     texts = list(texts)
-    records = [one for text in texts for one in (text.response, *text.events)]
-    kinds = {one for one in records if isinstance(one, type)} | {ErrorResponse}
+    records = [one for text in texts for one in (text.response, text.error_record, *text.events)]
+    kinds = {one for one in records if isinstance(one, type)}
     _, found = msgspec.json.schema_components(kinds, ref_template=_REF.format("{name}"))
     schemas: dict[str, Schema] = dict(found)
     for request in {text.request for text in texts} - {None}:

@@ -78,6 +78,14 @@ FIELDS = {
     "text": "What the text of the output is like.",
     "format": "As response_format of a chat; name and schema of a JSON schema stand beside its "
     "type.",
+    "system": "A system message before the conversation, as a text or as text blocks.",
+    "stop_sequences": "Texts that end the output; they are not part of it.",
+    "thinking": "enabled or adaptive: the model thinks where its chat template can switch that; "
+    "disabled: it does not, and thinking is left out of the message.",
+    "budget_tokens": "Less than max_tokens, which alone bounds thinking.",
+    "display": "Nothing is summarized: thinking is returned as it is.",
+    "output_config": "Effort, and the format of the output.",
+    "cache_control": "Not used: prefixes are found by themselves.",
     "truncation": "auto: the oldest turns are left out where the conversation is too long; "
     "disabled: it is refused.",
     "include": "message.output_text.logprobs: log probabilities of the output tokens.",

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.server.anthropic.reply import EVENTS as MESSAGE_EVENTS
+from penstock.server.anthropic.reply import Message, TokenCount
+from penstock.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from penstock.server.batches.records import (
     BatchList,
     BatchObject,
@@ -30,7 +33,9 @@ from penstock.server.openai.responses.records import (
 )
 from penstock.server.openai.tokenize import Tokens
 from penstock.server.openapi.shapes import (
+    AnthropicError,
     Detokenized,
+    ErrorResponse,
     ModelList,
     ServerSummary,
     Status,
@@ -42,7 +47,7 @@ from penstock.server.openapi.shapes import (
 class RouteText:
     """`request`: the schema that checks the body. `form`: names of the fields of a form instead.
     `response`: a record for JSON, else a media type. `events`: kinds that a stream sends.
-    `errors`: statuses beside those that every route may have."""
+    `errors`: statuses beside those that every route may have, told as `error_record`."""
 
     summary: str
     group: str = "server"
@@ -53,6 +58,7 @@ class RouteText:
     query: tuple[str, ...] = ()
     errors: tuple[int, ...] = ()
     example: Mapping[str, Any] = field(default_factory=dict)
+    error_record: type = ErrorResponse
 
 
 _ASK = (400, 413, 429, 503)  # of requests that go to the engine
@@ -122,6 +128,25 @@ ROUTES: Mapping[tuple[str, str], RouteText] = {
         response=InputItemList,
         query=("limit", "after", "order"),
         errors=(400, 404),
+    ),
+    ("POST", "/v1/messages"): RouteText(
+        summary="The next message of a conversation, in Anthropic's form, whole or as a stream",
+        group="generation",
+        request=MessagesRequest,
+        response=Message,
+        events=MESSAGE_EVENTS,
+        errors=_ASK,
+        example=_CHAT,
+        error_record=AnthropicError,
+    ),
+    ("POST", "/v1/messages/count_tokens"): RouteText(
+        summary="The number of tokens of such a conversation",
+        group="generation",
+        request=CountTokensRequest,
+        response=TokenCount,
+        errors=(400, 413, 429),
+        example={"messages": _MESSAGES},
+        error_record=AnthropicError,
     ),
     ("POST", "/tokenize"): RouteText(
         summary="Token ids of a text or a conversation",

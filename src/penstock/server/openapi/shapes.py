@@ -1,6 +1,6 @@
 """Shapes of responses that no endpoint has a record for: they are written as JSON objects there."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +23,16 @@ class ErrorResponse(msgspec.Struct, kw_only=True):
     type: str
     param: str | None
     code: int
+
+
+class AnthropicErrorDetail(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
 
 
 class Status(msgspec.Struct, kw_only=True):

@@ -1,5 +1,6 @@
-"""Streamed events, put together by rules of the API alone, against the output that is made whole."""
+"""Streamed events, put together by rules of the API alone, against the output made whole."""
 
+import itertools
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.server.openai.responses.output_writer import OutputWriter
 from penstock.server.sse import named_event
 from penstock.text.chat_format import ChatFormat
-from penstock.types.outputs import TextDelta
+from penstock.types.outputs import TextDelta, ToolCallDelta
 from penstock.types.request import FinishReason
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "find")]
@@ -34,7 +35,7 @@ def model_text(reasoning: str, words: str, calls: list[tuple[str, dict[str, str]
 def deltas_of(text: str, cuts: list[int], finish: FinishReason) -> list[TextDelta]:
     parser = ChatFormat("think", "hermes").parser("", None, TOOLS)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    parsed = [parser.push(text[a:b]) for a, b in zip(places, places[1:], strict=False)]
+    parsed = [parser.push(text[a:b]) for a, b in itertools.pairwise(places)]
     last = parser.flush()
     return [
         TextDelta(index=0, text=one.text, reasoning=one.reasoning, tool_calls=one.tool_calls)
@@ -148,8 +149,6 @@ def test_whatever_a_model_writes_nothing_of_it_is_lost(text, cuts):
 
 
 def test_text_that_comes_with_the_end_of_a_call_is_told_behind_it():
-    from penstock.types.outputs import ToolCallDelta
-
     deltas = [
         TextDelta(index=0, tool_calls=(ToolCallDelta(index=0, id="c", name="f", arguments="{"),)),
         TextDelta(

@@ -1,0 +1,165 @@
+"""Messages and tools of the Messages API -> those of a chat request.
+
+Blocks of one message of the assistant are one message there: words, reasoning, tool calls. Results
+of tools, which a user's message holds here, are messages of their own there.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.errors import RequestError, did_you_mean
+from penstock.server.openai.requests.schema import shown
+from penstock.server.openai.requests.through_chat import text_field, text_of
+
+_TEXT = {"text": "text"}
+_TOOL_FIELDS = (
+    *("name", "description", "input_schema", "type", "strict", "cache_control"),
+    "eager_input_streaming",
+)
+
+
+def chat_messages(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
+    chat: list[dict[str, Any]] = []
+    if system is not None:
+        chat.append({"role": "system", "content": text_of(system, _TEXT, "system")})
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        match role:
+            case "user":
+                chat += _of_user(content, f"{where}.content")
+            case "assistant":
+                chat.append(_of_assistant(content, f"{where}.content"))
+            case "system":
+                words = text_of(content, _TEXT, f"{where}.content")
+                chat.append({"role": "system", "content": words})
+            case _:
+                raise RequestError(
+                    "invalid_value",
+                    f"{where}.role is {shown(role)}, it must be user, assistant or system",
+                    f"{where}.role",
+                )
+    return chat
+
+
+def _of_user(content: Any, where: str) -> Iterator[dict[str, Any]]:
+    if not isinstance(content, list):
+        yield {"role": "user", "content": text_of(content, _TEXT, where)}
+        return
+    words: list[Any] = []
+    for index, block in enumerate(content):
+        if not isinstance(block, dict) or block.get("type") != "tool_result":
+            text_of([block], _TEXT, where)
+            words.append(block)
+            continue
+        if words:
+            yield {"role": "user", "content": text_of(words, _TEXT, where)}
+            words = []
+        place = f"{where}[{index}]"
+        yield {
+            "role": "tool",
+            "tool_call_id": text_field(block, "tool_use_id", place),
+            "content": text_of(block.get("content", ""), _TEXT, f"{place}.content"),
+        }
+    if words or not content:
+        yield {"role": "user", "content": text_of(words, _TEXT, where)}
+
+
+def _of_assistant(content: Any, where: str) -> dict[str, Any]:
+    if not isinstance(content, list):
+        return {"role": "assistant", "content": text_of(content, _TEXT, where)}
+    words, reasoning, calls = [], [], []
+    for index, block in enumerate(content):
+        place = f"{where}[{index}]"
+        match block.get("type") if isinstance(block, dict) else None:
+            case "thinking":
+                reasoning.append(text_field(block, "thinking", place))
+            case "redacted_thinking":
+                raise RequestError(
+                    "unsupported",
+                    f"{place} is encrypted by another server; leave it out",
+                    place,
+                )
+            case "tool_use":
+                calls.append(_call(block, place))
+            case _:
+                words.append(text_of([block], _TEXT, where))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(words)}
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(block.get("input"), dict):
+        raise RequestError(
+            "invalid_type",
+            f"{where}.input must be an object, it is {shown(block.get('input'))}",
+            f"{where}.input",
+        )
+    function = {
+        "name": text_field(block, "name", where),
+        "arguments": json.dumps(block["input"], ensure_ascii=False),
+    }
+    return {"id": text_field(block, "id", where), "type": "function", "function": function}
+
+
+def check_tools(value: Any) -> Any:
+    for index, tool in enumerate(value if isinstance(value, list) else ()):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict):
+            raise RequestError("invalid_type", f"{where} must be an object", where)
+        if tool.get("type") not in (None, "custom"):
+            raise RequestError(
+                "unsupported",
+                f"{where}.type is {shown(tool['type'])}: only tools of type custom are supported; "
+                "what the server would have to run itself is not",
+                where,
+            )
+        for name in tool:
+            if name not in _TOOL_FIELDS:
+                hint = did_you_mean(name, _TOOL_FIELDS)
+                said = f"unknown field '{where}.{name[:80]}'{hint}"
+                raise RequestError("unknown_field", said, f"{where}.{name[:80]}")
+        text_field(tool, "name", where)
+        if not isinstance(tool.get("input_schema"), dict):
+            raise RequestError(
+                "missing_field",
+                f"{where}.input_schema must be a JSON schema",
+                f"{where}.input_schema",
+            )
+    return value
+
+
+def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description"),
+        "parameters": tool["input_schema"],
+        "strict": tool.get("strict"),
+    }
+    given = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def chat_tool_choice(choice: Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    if choice is None:
+        return None
+    match choice.get("type"):
+        case "auto" | "none" as kind:
+            return str(kind)
+        case "any":
+            return "required"
+        case "tool":
+            name = text_field(choice, "name", "tool_choice")
+            return {"type": "function", "function": {"name": name}}
+        case kind:
+            raise RequestError(
+                "invalid_value",
+                f"tool_choice.type is {shown(kind)}, it must be auto, any, tool or none",
+                "tool_choice.type",
+            )

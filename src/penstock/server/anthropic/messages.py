@@ -1,0 +1,132 @@
+"""`POST /v1/messages`, Anthropic's Messages API, whole or as a stream; and its `count_tokens`."""
+
+from collections.abc import Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.server.access_log import tell_access_log
+from penstock.server.anthropic.block_writer import BlockWriter
+from penstock.server.anthropic.reply import (
+    Message,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    StopDelta,
+    TokenCount,
+)
+from penstock.server.anthropic.requests import NAMES, CountTokensRequest, MessagesRequest
+from penstock.server.auth import on_behalf, tenant_of
+from penstock.server.body import read_body
+from penstock.server.generations import Generations
+from penstock.server.openai.requests.schema import parse
+from penstock.server.openai.requests.through_chat import told_as
+from penstock.server.openai.responses.records import new_id
+from penstock.server.sse import (
+    FramedStream,
+    event,
+    explain_failure,
+    named_event,
+    until_disconnect,
+)
+from penstock.server.state import ServerState, state_of
+from penstock.types.outputs import TextDelta, Usage
+from penstock.types.request import FinishReason, GenerateInput
+
+
+async def create_message(request: Request) -> Response | FramedStream:
+    state = state_of(request)
+    defaults = state.pipeline.client.info.default_sampling
+    asked, given = await read_body(request, partial(_read, defaults))
+    inputs = on_behalf(tenant_of(request), [given])
+    with told_as(NAMES):
+        generations = await Generations.start(
+            state.pipeline, inputs, state.metrics.observe, stream=asked.stream
+        )
+    responder = MessagesResponder(asked, state, generations)
+    tell_access_log(request.scope, responder.id, generations)
+    if asked.stream:
+        return FramedStream(generations, responder)
+    async with aclosing(generations):
+        reply = await until_disconnect(request.receive, responder.reply())
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _read(defaults: Mapping[str, Any], body: Any) -> tuple[MessagesRequest, GenerateInput]:
+    asked = parse(MessagesRequest, body)
+    chat = asked.chat_request()
+    with told_as(NAMES):
+        return asked, chat.chat_input(defaults)
+
+
+async def count_tokens(request: Request) -> Response:
+    """Of a prompt as it would be sent to the model."""
+
+    def read(body: Any) -> GenerateInput:
+        return parse(CountTokensRequest, body).chat_request().chat_input({})
+
+    given = await read_body(request, read)
+    with told_as(NAMES):
+        ids, _ = await state_of(request).pipeline.tokenize(given)
+    count = TokenCount(input_tokens=len(ids))
+    return Response(msgspec.json.encode(count), media_type="application/json")
+
+
+class MessagesResponder:
+    """Writes one message, whole or as events."""
+
+    def __init__(
+        self, asked: MessagesRequest, state: ServerState, generations: Generations
+    ) -> None:
+        self.id = new_id("msg")
+        self._model = state.model_name
+        self._generations = generations
+        is_single = bool((asked.tool_choice or {}).get("disable_parallel_tool_use"))
+        self._writer = BlockWriter(1 if is_single else None, asked.shows_thinking)
+        self._stop: StopDelta  # from the last delta on
+
+    async def reply(self) -> Message:
+        [[sample]] = await self._generations.collect()
+        self._push(sample)
+        return Message(
+            id=self.id,
+            model=self._model,
+            content=self._writer.blocks,
+            stop_reason=self._stop.stop_reason,
+            stop_sequence=self._stop.stop_sequence,
+            usage=MessageUsage.of(self._generations.usage()),
+        )
+
+    def opening(self) -> bytes:
+        counts = Usage(self._generations.num_prompt_tokens, 0)  # how many are cached comes later
+        begun = Message(id=self.id, model=self._model, usage=MessageUsage.of(counts))
+        return named_event(MessageStart(message=begun))
+
+    def event(self, prompt_index: int, delta: TextDelta) -> bytes:
+        return b"".join(map(named_event, self._push(delta)))
+
+    async def ending(self, error: Exception | None) -> bytes:
+        if error is not None:
+            return b"event: error\n" + event(explain_failure(error).as_anthropic_dict())
+        usage = MessageUsage.of(self._generations.usage())
+        last = MessageDelta(delta=self._stop, usage=usage)
+        return named_event(last) + named_event(MessageStop())
+
+    def _push(self, delta: TextDelta) -> list[Any]:
+        events = self._writer.push(delta)
+        if delta.finish is not None:
+            self._stop = _stop(delta, self._writer.has_called)
+        return events
+
+
+def _stop(delta: TextDelta, has_called: bool) -> StopDelta:
+    if delta.finish is FinishReason.LENGTH:
+        return StopDelta(stop_reason="max_tokens")
+    if isinstance(delta.stop_reason, str):
+        return StopDelta(stop_reason="stop_sequence", stop_sequence=delta.stop_reason)
+    return StopDelta(stop_reason="tool_use" if has_called else "end_turn")
