@@ -20,9 +20,11 @@ from penstock.api.llm import PendingOutput
 from penstock.cli.flags import add_serve_flags
 from penstock.config.schema import EngineConfig
 from penstock.metrics.collect import Metrics
+from penstock.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from penstock.server.app import build_app
 from penstock.server.openai.requests.chat import ChatRequest
 from penstock.server.openai.requests.completions import CompletionRequest
+from penstock.server.openai.requests.responses import ResponsesRequest
 from penstock.server.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
 from penstock.types.outputs import CompletionOutput, TextDelta, TokenLogprob
 from penstock.types.request import ChatOptions
@@ -81,6 +83,9 @@ def http_api() -> Iterator[str]:
     for path, schema in (
         ("/v1/completions", CompletionRequest),
         ("/v1/chat/completions", ChatRequest),
+        ("/v1/responses", ResponsesRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/messages/count_tokens", CountTokensRequest),
         ("/tokenize", TokenizeRequest),
         ("/detokenize", DetokenizeRequest),
     ):

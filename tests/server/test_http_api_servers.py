@@ -235,6 +235,46 @@ def test_a_killed_front_end_is_replaced_and_its_requests_end(start):
     assert "API server 1 is started again" in server.log
 
 
+def test_a_response_stored_by_one_is_known_to_all(start):
+    server = start(rate=200, num_postprocess_workers=2)
+    first, second = server.api_servers()
+    url = f"{server.url}/v1/responses"
+
+    def create(**body: Any) -> dict[str, Any]:
+        asked = {"input": "a", "max_output_tokens": 3, "ignore_eos": True} | body
+        return httpx.post(url, json=asked, timeout=20).json()
+
+    with server.only(first):
+        stored = create()
+        running = create(background=True, max_output_tokens=10**6)
+        kept = create(background=True, max_output_tokens=10**6)
+        wait_for(lambda: server.metrics()["penstock_running"] == 2)
+    with server.only(second):
+        assert httpx.get(f"{url}/{stored['id']}").json() == stored
+        follow = create(previous_response_id=stored["id"])
+        items = httpx.get(f"{url}/{follow['id']}/input_items").json()["data"]
+        assert [item["role"] for item in items] == ["user", "assistant", "user"]
+        assert httpx.get(f"{url}/{running['id']}").json()["status"] == "in_progress"
+        cancelled = httpx.post(f"{url}/{running['id']}/cancel").json()
+        assert cancelled["status"] == "cancelled"
+        assert httpx.delete(f"{url}/{stored['id']}").json()["deleted"]
+    with server.only(first):
+        assert httpx.get(f"{url}/{running['id']}").json()["status"] == "cancelled"
+        assert httpx.get(f"{url}/{stored['id']}").status_code == 404
+        wait_for(lambda: server.metrics()["penstock_running"] == 1)
+
+    with server.only(second):
+        in_second = create(background=True, max_output_tokens=10**6)
+        wait_for(lambda: server.metrics()["penstock_running"] == 2)
+    second.kill()
+    second.wait(10)
+    wait_for(lambda: httpx.get(f"{url}/{in_second['id']}").json()["status"] == "failed")
+    assert httpx.get(f"{url}/{kept['id']}").json()["status"] == "in_progress"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0, "what runs in the background does not hold it up"
+    assert "Traceback" not in server.log
+
+
 def test_a_front_end_asked_to_leave_takes_neither_the_port_nor_the_key_with_it(start):
     server = start(num_postprocess_workers=2, api_key="secret")
     first, second = server.api_servers()

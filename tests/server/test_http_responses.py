@@ -169,10 +169,13 @@ def test_a_stored_response_is_asked_for_and_deleted(client):
     for ask in (
         lambda: client.responses.retrieve(response.id),
         lambda: client.responses.delete(response.id),
-        lambda: client.responses.create(model="m", input="Hi", previous_response_id=response.id),
+        lambda: client.responses.input_items.list(response.id),
     ):
         with pytest.raises(openai.NotFoundError, match=response.id):
             ask()
+    with pytest.raises(openai.BadRequestError, match=response.id) as caught:
+        client.responses.create(model="m", input="Hi", previous_response_id=response.id)
+    assert caught.value.code == "previous_response_not_found"
     kept = client.responses.create(model="m", input="Hi", store=False)
     assert kept.store is False
     with pytest.raises(openai.NotFoundError):
@@ -235,6 +238,8 @@ def test_an_output_that_is_cut_is_incomplete(client):
         ({"input": [{"role": "judge", "content": "x"}]}, "input[0].role", "must be one of"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "must be a text"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "only tools of type function"),
+        ({"tools": [{"type": "function", "name": "f", "paramters": {"a": 1}}]},
+         "tools[0].paramters", "did you mean 'parameters'"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "only none and auto"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "text.format",
          "text.format is"),
@@ -320,14 +325,16 @@ def test_a_stream_that_runs_at_the_servers_end_is_told():
 
 
 def test_a_server_that_stores_nothing_says_so():
-    with running_server(ScriptedPipeline(script), http_config={"max_responses": 0}) as running:
+    with running_server(
+        ScriptedPipeline(script), http_config={"max_stored_responses": 0}
+    ) as running:
         plain = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         response = plain.responses.create(model="m", input="Hi")
         assert response.store is False and response.output_text
         for asked in ({"store": True}, {"background": True}, {"previous_response_id": response.id}):
-            with pytest.raises(openai.BadRequestError, match="max_responses is 0"):
+            with pytest.raises(openai.BadRequestError, match="max_stored_responses is 0"):
                 plain.responses.create(model="m", input="Hi", **asked)
-        with pytest.raises(openai.NotFoundError, match="max_responses"):
+        with pytest.raises(openai.NotFoundError, match="max_stored_responses"):
             plain.responses.retrieve(response.id)
 
 
@@ -345,5 +352,5 @@ def test_another_key_knows_nothing_of_it(tmp_path):
         assert alice.responses.retrieve(response.id).id == response.id
         with pytest.raises(openai.NotFoundError):
             bob.responses.retrieve(response.id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
             bob.responses.create(model="m", input="Hi", previous_response_id=response.id)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -116,6 +117,48 @@ def test_without_tools_nothing_is_looked_for(client):
     for choice_of in ("required", {"type": "function", "function": {"name": "f"}}):
         with pytest.raises(openai.BadRequestError, match="cannot be made to call"):
             client.chat.completions.create(**asked(CALLS[0]), tool_choice=choice_of)
+
+
+@pytest.mark.parametrize("line", [CALLS[0], REASONING[0]], ids=["call", "reasoning"])
+def test_the_responses_and_messages_apis_tell_the_same(client, line):
+    message = client.chat.completions.create(**asked(line)).choices[0].message
+    calls = [(one.function.name, one.function.arguments) for one in message.tool_calls or ()]
+    tools = [tool["function"] for tool in line.get("tools", ())]
+    more: dict = {"temperature": 0, "chat_template_kwargs": line.get("chat_template_kwargs", {})}
+
+    functions = [{"type": "function", "strict": False, **tool} for tool in tools]
+    response = {"model": "tiny", "input": line["messages"], "tools": functions, "extra_body": more}
+    with client.responses.stream(**response, max_output_tokens=131072) as stream:
+        streamed = stream.get_final_response()
+    for one in (client.responses.create(**response, max_output_tokens=128), streamed):
+        by_kind = {item.type: item for item in one.output}
+        told = [(item.name, item.arguments) for item in one.output if item.type == "function_call"]
+        assert told == calls and one.output_text == (message.content or "")
+        reasoning = by_kind["reasoning"].content[0].text if "reasoning" in by_kind else None
+        assert reasoning == message.reasoning_content and one.status == "completed"
+
+    schemas = [
+        {
+            "input_schema": tool["parameters"],
+            "name": tool["name"],
+            "description": tool["description"],
+        }
+        for tool in tools
+    ]
+    messages = anthropic.Anthropic(
+        base_url=str(client.base_url).removesuffix("/v1/"), api_key="none", max_retries=0
+    ).messages
+    body = {"model": "tiny", "messages": line["messages"], "max_tokens": 128, "tools": schemas}
+    with messages.stream(**body, extra_body=more) as stream:
+        final = stream.get_final_message()
+    for one in (messages.create(**body, extra_body=more), final):
+        said = {block.type: block for block in one.content}
+        used = [(block.name, block.input) for block in one.content if block.type == "tool_use"]
+        assert used == [(name, json.loads(arguments)) for name, arguments in calls]
+        assert one.stop_reason == ("tool_use" if calls else "end_turn")
+        if message.reasoning_content:
+            assert said["thinking"].thinking == message.reasoning_content
+            assert said["text"].text == message.content
 
 
 def test_the_parsers_can_be_switched_off():

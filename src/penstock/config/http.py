@@ -70,7 +70,7 @@ class HttpConfig(StrictModel):
         le=1 << 16,
     )
 
-    max_responses: int = setting(
+    max_stored_responses: int = setting(
         1000,
         "Most responses of /v1/responses of each API key that are stored, for "
         "`previous_response_id`, `background` and GET; the oldest go first, and all of them when "
@@ -78,7 +78,7 @@ class HttpConfig(StrictModel):
         ge=0,
         le=1_000_000,
     )
-    max_response_bytes: int = setting(
+    max_stored_response_bytes: int = setting(
         64 << 20,
         "Most bytes of each API key's stored responses together, with the conversations before "
         "them; the oldest go first.",

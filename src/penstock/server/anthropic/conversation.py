@@ -144,22 +144,3 @@ def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
     given = {key: value for key, value in function.items() if value is not None}
     return {"type": "function", "function": given}
-
-
-def chat_tool_choice(choice: Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    if choice is None:
-        return None
-    match choice.get("type"):
-        case "auto" | "none" as kind:
-            return str(kind)
-        case "any":
-            return "required"
-        case "tool":
-            name = text_field(choice, "name", "tool_choice")
-            return {"type": "function", "function": {"name": name}}
-        case kind:
-            raise RequestError(
-                "invalid_value",
-                f"tool_choice.type is {shown(kind)}, it must be auto, any, tool or none",
-                "tool_choice.type",
-            )

@@ -86,8 +86,8 @@ class MessagesResponder:
         self.id = new_id("msg")
         self._model = state.model_name
         self._generations = generations
-        is_single = bool((asked.tool_choice or {}).get("disable_parallel_tool_use"))
-        self._writer = BlockWriter(1 if is_single else None, asked.shows_thinking)
+        max_calls = 1 if asked.calls_one_tool else None
+        self._writer = BlockWriter(max_calls, asked.shows_thinking)
         self._stop: StopDelta  # from the last delta on
 
     async def reply(self) -> Message:

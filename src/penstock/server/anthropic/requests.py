@@ -10,13 +10,19 @@ from penstock.errors import RequestError
 from penstock.server.anthropic.conversation import (
     chat_messages,
     chat_tool,
-    chat_tool_choice,
     check_tools,
 )
 from penstock.server.openai.requests.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
-from penstock.server.openai.requests.generation import Stop
-from penstock.server.openai.requests.schema import Count, Int32, Strict
+from penstock.server.openai.requests.schema import (
+    Count,
+    Int32,
+    Strict,
+    Texts,
+    at_most,
+    shown_as,
+)
 from penstock.server.openai.requests.through_chat import parse_chat, refuse_unsupported
+from penstock.types.sampling import MAX_STOP_STRINGS
 
 # Chat's name of a field -> its name here, in errors.
 NAMES = {
@@ -68,6 +74,11 @@ Messages = Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES), _S
 Tools = Annotated[
     list[dict[str, Any]], BeforeValidator(check_tools), Field(max_length=MAX_TOOLS), _SHOWN_TOOLS
 ]
+StopSequences = Annotated[
+    Texts,
+    at_most("stop_sequences", MAX_STOP_STRINGS),
+    shown_as(Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]),
+]
 System = Annotated[str | list[Any], WithJsonSchema(_TEXT_OR_BLOCKS)]
 
 
@@ -75,6 +86,17 @@ class ThinkingOptions(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[Count, Field(ge=1)] | None = None
     display: Literal["summarized"] | None = None
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def for_chat(self) -> str | dict[str, Any]:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
 
 
 class OutputConfig(Strict):
@@ -87,6 +109,7 @@ class PromptFields(Strict):
 
     NESTED: ClassVar[Mapping[str, type[Strict]]] = {
         "thinking": ThinkingOptions,
+        "tool_choice": ToolChoice,
         "output_config": OutputConfig,
     }
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
@@ -99,7 +122,7 @@ class PromptFields(Strict):
     messages: Messages
     system: System | None = None
     tools: Tools | None = None
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
@@ -115,6 +138,10 @@ class PromptFields(Strict):
         return self
 
     @property
+    def calls_one_tool(self) -> bool:
+        return self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
+
+    @property
     def shows_thinking(self) -> bool:
         return self.thinking is None or self.thinking.type != "disabled"
 
@@ -124,7 +151,7 @@ class PromptFields(Strict):
     def _chat_body(self) -> dict[str, Any]:
         messages = chat_messages(self.system, self.messages)
         config = self.output_config or OutputConfig()
-        choice = chat_tool_choice(self.tool_choice)
+        choice = self.tool_choice
         # The words of an assistant at the end are gone on with.
         is_prefill = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         kwargs = dict(self.chat_template_kwargs or {})
@@ -135,8 +162,8 @@ class PromptFields(Strict):
             "model": self.model,
             "messages": messages,
             "tools": None if self.tools is None else [chat_tool(tool) for tool in self.tools],
-            "tool_choice": choice,
-            "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
+            "tool_choice": None if choice is None else choice.for_chat(),
+            "parallel_tool_calls": not self.calls_one_tool,
             "reasoning_effort": config.effort,
             "response_format": _chat_format(config.format),
             "continue_final_message": is_prefill,
@@ -158,7 +185,7 @@ class MessagesRequest(PromptFields):
 
     max_tokens: Annotated[Count, Field(ge=1)]
     stream: bool = False
-    stop_sequences: Stop | None = None
+    stop_sequences: StopSequences | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None

@@ -83,6 +83,7 @@ FIELDS = {
     "thinking": "enabled or adaptive: the model thinks where its chat template can switch that; "
     "disabled: it does not, and thinking is left out of the message.",
     "budget_tokens": "Less than max_tokens, which alone bounds thinking.",
+    "disable_parallel_tool_use": "true: at most one call is returned.",
     "display": "Nothing is summarized: thinking is returned as it is.",
     "output_config": "Effort, and the format of the output.",
     "cache_control": "Not used: prefixes are found by themselves.",

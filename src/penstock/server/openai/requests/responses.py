@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from penstock.errors import RequestError
+from penstock.errors import RequestError, did_you_mean
 from penstock.server.openai.requests.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from penstock.server.openai.requests.generation import Stop
 from penstock.server.openai.requests.schema import Count, Int32, Strict, Texts, shown
@@ -25,6 +25,7 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 }
+_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 _AS_IN_CHAT = (
     *("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls"),
     *("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
@@ -59,6 +60,11 @@ def _tools(value: Any) -> Any:
                 "the server would have to run itself is not",
                 where,
             )
+        for name, given in tool.items():
+            if given and name not in _TOOL_FIELDS:
+                hint = did_you_mean(name, _TOOL_FIELDS)
+                said = f"unknown field '{where}.{name[:80]}'{hint}"
+                raise RequestError("unknown_field", said, f"{where}.{name[:80]}")
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise RequestError(
                 "missing_field",

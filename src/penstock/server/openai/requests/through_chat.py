@@ -33,10 +33,10 @@ def _renamed(error: RequestError, names: Mapping[str, str]) -> tuple[str, str | 
     field = re.match(r"\w+", param or "")
     if param is not None and field is not None and (name := names.get(field[0])) is not None:
         param = name + param[field.end() :]
-    # Only what can be no word of a sentence: "messages" and "prompt" may be.
+    # Elsewhere than at the beginning only what can be no word of a sentence, as "messages" may be.
     for chats, name in names.items():
-        if "_" in chats:
-            message = re.sub(rf"\b{chats}\b", name, message)
+        where = rf"\b{chats}\b" if "_" in chats else rf"^{chats}\b(?= is |\[|\.)"
+        message = re.sub(where, name, message)
     return message, param
 
 

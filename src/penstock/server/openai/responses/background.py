@@ -47,8 +47,8 @@ class BackgroundResponses:
         if not await asyncio.to_thread(stored.save, record):
             raise RequestError(
                 "invalid_value",
-                "the conversation is larger than all that may be stored "
-                "(http_config.max_response_bytes): it cannot run in the background",
+                "the conversation cannot be stored, so it cannot run in the background; it may be "
+                "larger than http_config.max_stored_response_bytes",
                 "background",
             )
         return replace(responder.begun, status="queued")
@@ -68,13 +68,17 @@ class BackgroundResponses:
         """Looks for those that any API server was told to cancel, while some run."""
         while self._running:
             self._woken.clear()
-            for one in list(self._running.values()):
-                if one.is_cancelled():
-                    one.task.cancel()
+            running = list(self._running.values())
+            for one in await asyncio.to_thread(_cancelled, running):
+                one.task.cancel()
             try:
                 await asyncio.wait_for(self._woken.wait(), _POLL_S)
             except TimeoutError:
                 pass
+
+
+def _cancelled(running: list["_Running"]) -> list["_Running"]:
+    return [one for one in running if one.is_cancelled()]
 
 
 class _Running:

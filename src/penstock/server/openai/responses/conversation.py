@@ -106,7 +106,9 @@ def kept_items(given: str | Sequence[Item]) -> list[dict[str, Any]]:
 
 def _kept(item: Item) -> dict[str, Any]:
     kind = item.get("type") or "message"
-    kept = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"}
+    kept = {**item, "type": kind}
+    if not isinstance(item.get("id"), str):
+        kept["id"] = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
     if kind == "message" and isinstance(item["content"], str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
         kept["content"] = [{"type": part, "text": item["content"]}]

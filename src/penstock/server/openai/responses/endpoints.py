@@ -87,7 +87,7 @@ def _refuse_stored(asked: ResponsesRequest) -> None:
         if getattr(asked, name):
             raise RequestError(
                 "not_configured",
-                f"{name} needs stored responses, and none are: http_config.max_responses is 0",
+                f"{name} needs stored responses, http_config.max_stored_responses is 0",
                 name,
             )
 

@@ -27,7 +27,9 @@ def response_service(config: EngineConfig, shared: SharedState | None) -> Respon
     """All API servers of a server know the folder of their `shared` state, which goes with it."""
     http = config.http_config
     folder = None if shared is None else Path(shared.path).with_name("responses")
-    return ResponseService(ResponseStore(folder, http.max_responses, http.max_response_bytes))
+    return ResponseService(
+        ResponseStore(folder, http.max_stored_responses, http.max_stored_response_bytes)
+    )
 
 
 def service_of(request: Request) -> ResponseService:
@@ -38,5 +40,5 @@ def service_of(request: Request) -> ResponseService:
 def stored_of(request: Request) -> TenantResponses:
     store = service_of(request).store
     if not store.is_on:
-        raise HTTPException(404, "no responses are stored: http_config.max_responses is 0")
+        raise HTTPException(404, "no responses are stored: http_config.max_stored_responses is 0")
     return store.of_tenant(tenant_of(request).name)

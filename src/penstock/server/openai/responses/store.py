@@ -20,11 +20,13 @@ from typing import Any
 import msgspec
 from starlette.exceptions import HTTPException
 
+from penstock import log
 from penstock.errors import RequestError
 from penstock.server.openai.responses.records import ResponseError, StoredResponse
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _SWEEP_SHARE = 8  # of what may be kept is written between two looks at the folder
+_log = log.get(__name__)
 _decode = msgspec.json.Decoder(StoredResponse).decode
 
 
@@ -105,17 +107,15 @@ class TenantResponses:
         return self.store.folder / self._name
 
     def save(self, record: StoredResponse) -> bool:
-        """Whether it could be stored: one that is larger than all may be is not."""
+        """Whether it could be: not if it is larger than all may be, or the disk is full."""
         data = msgspec.json.encode(record)
         if len(data) > self.store.max_bytes:
             return False
-        _made(self._path)
-        target = self._file(record.response.id)
-        fresh = target.with_suffix(f".{uuid.uuid4().hex}")
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        os.replace(fresh, target)
+        try:
+            _replace(self._file(record.response.id), data)
+        except OSError as error:
+            _log.warning("a response cannot be stored: %s", error.strerror or error)
+            return False
         self._num_unswept += 1
         self._bytes_unswept += len(data)
         if (
@@ -149,7 +149,12 @@ class TenantResponses:
 
     def history(self, response_id: str) -> list[dict[str, Any]]:
         """The conversation up to and with a response that has ended, as items."""
-        record = self.load(response_id)
+        try:
+            record = self.load(response_id)
+        except HTTPException as error:
+            raise RequestError(
+                "previous_response_not_found", error.detail, "previous_response_id"
+            ) from None
         if record.response.status not in ("completed", "incomplete"):
             raise RequestError(
                 "invalid_value",
@@ -209,6 +214,18 @@ class TenantResponses:
             )
             if is_over and num_kept > 1:
                 Path(path).unlink(missing_ok=True)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    fresh = _made(path.parent) / f"{path.name}.{uuid.uuid4().hex}"
+    try:
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def _made(folder: Path) -> Path:
