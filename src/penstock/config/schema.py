@@ -302,8 +302,8 @@ class EngineConfig(StrictModel):
     )
     api_key: str | None = Field(
         default=None,
-        description="Key that clients must send as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'. "
-        "null: no check. Never shown, and not passed on to the engine process.",
+        description="Key that clients must send as 'Authorization: Bearer KEY' or "
+        "'X-Api-Key: KEY'. null: no check. Never shown, and not passed on to the engine process.",
         min_length=1,
         max_length=4096,
         repr=False,
