@@ -1,6 +1,7 @@
 """`/v1/responses` by the `openai` package, on a scripted model: what users' programs see."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -322,6 +323,26 @@ def test_a_stream_that_runs_at_the_servers_end_is_told():
         running.server.leave()
         names = [line for line in lines if line.startswith("event: ")]
     assert names[-1] == "event: response.failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_a_client_that_leaves_frees_its_request(path, stream):
+    words = [{"role": "user", "content": "SLOW"}]
+    body = {"input": words} if path == "/v1/responses" else {"messages": words, "max_tokens": 99}
+    data = json.dumps({**body, "stream": stream}).encode()
+    with running_server(ScriptedPipeline(script)) as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
+            head += f"Content-Length: {len(data)}\r\n\r\n"
+            client.sendall(head.encode() + data)
+            while not running.pipeline.prompts:
+                threading.Event().wait(0.01)
+            if stream:
+                assert client.recv(15) == b"HTTP/1.1 200 OK"
+        while running.pipeline.num_open:
+            threading.Event().wait(0.01)
+        assert "SLOW" in running.pipeline.aborted[-1]
 
 
 def test_a_server_that_stores_nothing_says_so():

@@ -1,6 +1,7 @@
 """Server-sent events: chunk -> bytes, and the response that sends them until the client leaves."""
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -37,8 +38,12 @@ def event(chunk: Any) -> bytes:
 
 def named_event(chunk: msgspec.Struct) -> bytes:
     """Named as its `type` says, its tag."""
-    tag: str = chunk.__struct_config__.tag  # type: ignore[assignment]
-    return b"event: " + tag.encode() + b"\n" + event(chunk)
+    return _name_line(type(chunk)) + event(chunk)
+
+
+@functools.cache
+def _name_line(kind: type[msgspec.Struct]) -> bytes:
+    return f"event: {kind.__struct_config__.tag}\n".encode()
 
 
 class TextEvents:
