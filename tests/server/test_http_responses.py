@@ -241,9 +241,8 @@ def test_an_output_that_is_cut_is_incomplete(client):
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "only tools of type function"),
         ({"tools": [{"type": "function", "name": "f", "paramters": {"a": 1}}]},
          "tools[0].paramters", "did you mean 'parameters'"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "only none and auto"),
-        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "text.format",
-         "text.format is"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "tool_choice is 'sometimes'"),
+        ({"text": {"format": {"type": "verse"}}}, "text.format", "text.format"),
         ({"text": {"formt": {}}}, "text.formt", "did you mean 'format'"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "reasoning.effort is 'huge'"),
         ({"temperature": -1}, "temperature", "-1"),
@@ -261,7 +260,7 @@ def test_what_cannot_be_done_is_refused_by_its_name(server, body, param, said):
         headers={"authorization": "Bearer secret"},
     )
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == param, error
+    assert answer.status_code == 400 and error["param"].startswith(param), error
     assert said in error["message"]
 
 

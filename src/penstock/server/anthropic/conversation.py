@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import RequestError, did_you_mean
 from penstock.server.openai.requests.schema import shown
-from penstock.server.openai.requests.through_chat import text_field, text_of
+from penstock.server.openai.requests.through_chat import part_text, text_field, text_of
 
 _TEXT = {"text": "text"}
 _TOOL_FIELDS = (
@@ -48,23 +48,22 @@ def _of_user(content: Any, where: str) -> Iterator[dict[str, Any]]:
     if not isinstance(content, list):
         yield {"role": "user", "content": text_of(content, _TEXT, where)}
         return
-    words: list[Any] = []
+    words: list[str] = []
     for index, block in enumerate(content):
+        place = f"{where}[{index}]"
         if not isinstance(block, dict) or block.get("type") != "tool_result":
-            text_of([block], _TEXT, where)
-            words.append(block)
+            words.append(part_text(block, _TEXT, place))
             continue
         if words:
-            yield {"role": "user", "content": text_of(words, _TEXT, where)}
+            yield {"role": "user", "content": "\n".join(words)}
             words = []
-        place = f"{where}[{index}]"
         yield {
             "role": "tool",
             "tool_call_id": text_field(block, "tool_use_id", place),
             "content": text_of(block.get("content", ""), _TEXT, f"{place}.content"),
         }
     if words or not content:
-        yield {"role": "user", "content": text_of(words, _TEXT, where)}
+        yield {"role": "user", "content": "\n".join(words)}
 
 
 def _of_assistant(content: Any, where: str) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def _of_assistant(content: Any, where: str) -> dict[str, Any]:
             case "tool_use":
                 calls.append(_call(block, place))
             case _:
-                words.append(text_of([block], _TEXT, where))
+                words.append(part_text(block, _TEXT, place))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(words)}
     if reasoning:
         message["reasoning_content"] = "\n".join(reasoning)

@@ -1,5 +1,6 @@
 """`POST /v1/messages`, Anthropic's Messages API, whole or as a stream; and its `count_tokens`."""
 
+import uuid
 from collections.abc import Mapping
 from contextlib import aclosing
 from functools import partial
@@ -26,7 +27,6 @@ from penstock.server.body import read_body
 from penstock.server.generations import Generations
 from penstock.server.openai.requests.schema import parse
 from penstock.server.openai.requests.through_chat import told_as
-from penstock.server.openai.responses.records import new_id
 from penstock.server.sse import (
     FramedStream,
     event,
@@ -83,7 +83,7 @@ class MessagesResponder:
     def __init__(
         self, asked: MessagesRequest, state: ServerState, generations: Generations
     ) -> None:
-        self.id = new_id("msg")
+        self.id = f"msg_{uuid.uuid4().hex}"
         self._model = state.model_name
         self._generations = generations
         max_calls = 1 if asked.calls_one_tool else None

@@ -27,6 +27,7 @@ from penstock.types.sampling import MAX_STOP_STRINGS
 # Chat's name of a field -> its name here, in errors.
 NAMES = {
     "prompt": "messages",
+    "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
@@ -95,6 +96,10 @@ class ToolChoice(Strict):
 
     def for_chat(self) -> str | dict[str, Any]:
         if self.type == "tool":
+            if self.name is None:
+                raise RequestError(
+                    "missing_field", "tool_choice.name is missing", "tool_choice.name"
+                )
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 

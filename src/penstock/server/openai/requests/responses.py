@@ -19,6 +19,7 @@ _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 NAMES = {
     "messages": "input",
     "prompt": "input",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",

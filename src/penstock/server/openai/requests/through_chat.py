@@ -14,7 +14,7 @@ from penstock.server.openai.requests.schema import Strict, parse, shown
 
 
 def parse_chat(body: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
-    """`names`: of chat's fields -> how the API calls them."""
+    """`names`: of chat's fields -> how the API calls them; of one within another first."""
     with told_as(names):
         return parse(ChatRequest, {key: value for key, value in body.items() if value is not None})
 
@@ -30,13 +30,13 @@ def told_as(names: Mapping[str, str]) -> Iterator[None]:
 
 def _renamed(error: RequestError, names: Mapping[str, str]) -> tuple[str, str | None]:
     message, param = error.message, error.param
-    field = re.match(r"\w+", param or "")
-    if param is not None and field is not None and (name := names.get(field[0])) is not None:
-        param = name + param[field.end() :]
-    # Elsewhere than at the beginning only what can be no word of a sentence, as "messages" may be.
     for chats, name in names.items():
-        where = rf"\b{chats}\b" if "_" in chats else rf"^{chats}\b(?= is |\[|\.)"
-        message = re.sub(where, name, message)
+        word = rf"{re.escape(chats)}\b"
+        if param is not None:
+            param = re.sub(rf"^{word}", name, param)
+        # Within a sentence only what can be no word of it, as "messages" may be.
+        place = rf"\b{word}" if "_" in chats else rf"^{word}(?= is |\[|\.)"
+        message = re.sub(place, name, message)
     return message, param
 
 
@@ -58,10 +58,10 @@ def text_of(content: Any, kinds: Mapping[str, str], where: str) -> str:
             f"{where} must be a text or a list of parts, it is {shown(content)}",
             where,
         )
-    return "\n".join(_part(part, kinds, f"{where}[{i}]") for i, part in enumerate(content))
+    return "\n".join(part_text(part, kinds, f"{where}[{i}]") for i, part in enumerate(content))
 
 
-def _part(part: Any, kinds: Mapping[str, str], where: str) -> str:
+def part_text(part: Any, kinds: Mapping[str, str], where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise RequestError(

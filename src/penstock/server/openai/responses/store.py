@@ -13,11 +13,13 @@ import hashlib
 import os
 import re
 import tempfile
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 
 from penstock import log
@@ -38,6 +40,7 @@ class ResponseStore:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
         self._folder = folder
+        self._making = threading.Lock()
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         self._tenants: dict[str, TenantResponses] = {}
         self._runner = ""
@@ -58,10 +61,11 @@ class ResponseStore:
     @property
     def folder(self) -> Path:
         """Made when something is kept first."""
-        if self._folder is None:
-            self._own_folder = tempfile.TemporaryDirectory(prefix="penstock-responses-")
-            self._folder = Path(self._own_folder.name)
-        return self._folder
+        with self._making:
+            if self._folder is None:
+                self._own_folder = tempfile.TemporaryDirectory(prefix="penstock-responses-")
+                self._folder = Path(self._own_folder.name)
+            return self._folder
 
     @property
     def runner(self) -> str:
@@ -180,11 +184,15 @@ class TenantResponses:
         return self._marker(response_id).exists()
 
     def finish(self, record: StoredResponse) -> None:
-        """The last word of its runner, unless it was deleted meanwhile."""
-        marker, is_there = self._marker(record.response.id), self._file(record.response.id).exists()
-        if is_there or not marker.exists():
+        """The last word of its runner, unless it was deleted meanwhile. Who was told that it is
+        cancelled is not told something else later."""
+        response = record.response
+        if not self.is_cancelled(response.id):
             self.save(record)
-        marker.unlink(missing_ok=True)
+        elif self._file(response.id).exists():
+            response = replace(response, status="cancelled", error=None, completed_at=None)
+            self.save(replace(record, response=response))
+        self._marker(response.id).unlink(missing_ok=True)
 
     def _file(self, response_id: str) -> Path:
         return self._path / f"{response_id}.json"

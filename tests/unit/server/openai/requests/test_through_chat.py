@@ -66,7 +66,12 @@ def test_a_history_counts_before_the_input():
 
 
 def test_an_error_of_chat_has_the_name_of_the_field_it_came_from():
-    names = {"messages": "input", "stop": "stop_sequences", "response_format": "text.format"}
+    names = {
+        "messages": "input",
+        "stop": "stop_sequences",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    }
 
     def told(message: str, param: str | None) -> tuple[str, str | None]:
         with pytest.raises(RequestError) as caught, told_as(names):
@@ -81,4 +86,7 @@ def test_an_error_of_chat_has_the_name_of_the_field_it_came_from():
         "stop_sequences is 9 long, use text.format",
         "stop_sequences[0]",
     )
+    assert told(
+        "response_format.json_schema.schema.items is wrong", "response_format.json_schema.schema"
+    ) == ("text.format.schema.items is wrong", "text.format.schema")
     assert told("a stop string has 9 characters", None) == ("a stop string has 9 characters", None)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 
@@ -112,6 +113,11 @@ def test_one_that_runs_is_seen_cancelled_by_all_and_stays_deleted(tmp_path):
     other.of_tenant("a").cancel(response_id)
     assert one.of_tenant("a").is_cancelled(response_id)
     assert other.of_tenant("a").load(response_id).response.status == "cancelled"
+    ended = msgspec.structs.replace(running.response, status="completed", completed_at=9)
+    one.of_tenant("a").finish(msgspec.structs.replace(running, response=ended))
+    assert other.of_tenant("a").load(response_id).response.status == "cancelled"
+
+    one.of_tenant("a").save(running)
     other.of_tenant("a").delete(response_id)
     one.of_tenant("a").finish(running)
     assert not is_there(one.of_tenant("a"), response_id)
