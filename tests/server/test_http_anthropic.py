@@ -194,7 +194,8 @@ def test_tokens_are_counted_as_they_would_be_read(client, server):
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_as_anthropics_clients_read_it(server, changes, said):
     body = {key: value for key, value in ask(**changes).items() if value is not None}
-    answer = httpx.post(f"{server.url}/v1/messages", json=body, headers={"x-api-key": "secret"})
+    headers = {"x-api-key": "secret"}
+    answer = httpx.post(f"{server.url}/v1/messages", json=body, headers=headers, timeout=60)
     told = answer.json()
     assert answer.status_code == 400 and told["type"] == "error", told
     assert told["error"]["type"] == "invalid_request_error" and said in told["error"]["message"]
@@ -204,7 +205,8 @@ def test_a_key_comes_in_either_header(server):
     def status(**headers: str) -> int:
         body = ask(max_tokens=5)
         named = {key.replace("_", "-"): value for key, value in headers.items()}
-        return httpx.post(f"{server.url}/v1/messages", json=body, headers=named).status_code
+        answer = httpx.post(f"{server.url}/v1/messages", json=body, headers=named, timeout=60)
+        return answer.status_code
 
     assert status(x_api_key="secret") == status(authorization="Bearer secret") == 200
     assert status(x_api_key="secret", authorization="Bearer secret") == 200

@@ -258,6 +258,7 @@ def test_what_cannot_be_done_is_refused_by_its_name(server, body, param, said):
         f"{server.url}/v1/responses",
         json={"input": "Hi"} | body,
         headers={"authorization": "Bearer secret"},
+        timeout=60,
     )
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"].startswith(param), error

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -71,7 +71,7 @@ def streamed(deltas: list[TextDelta], **options: Any) -> list[Any]:
     return [{key: one[key] for key in one if key != "parsed_output"} for one in together]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     WORDS, WORDS, CALLS, st.lists(st.integers(0, 300), max_size=12), st.booleans(), st.booleans()
 )

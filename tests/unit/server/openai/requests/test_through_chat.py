@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import RequestError
@@ -48,7 +48,7 @@ def read_message(body: dict[str, Any]) -> None:
     [(read_response, ResponsesRequest, "input"), (read_message, MessagesRequest, "messages")],
     ids=["responses", "messages"],
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_a_body_holds_it_is_read_or_refused(read, schema, items, data):
     name = data.draw(st.sampled_from([*sorted(schema.model_fields), items, items]))

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.server.openai.responses.output_writer import OutputWriter
@@ -124,7 +124,7 @@ def streamed(deltas: list[TextDelta]) -> list[dict[str, Any]]:
     return together
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(WORDS, WORDS, CALLS, CUTS, st.sampled_from((FinishReason.STOP, FinishReason.LENGTH)))
 def test_events_put_together_are_the_whole_output_wherever_the_text_is_cut(
     reasoning, words, calls, cuts, finish
@@ -133,7 +133,7 @@ def test_events_put_together_are_the_whole_output_wherever_the_text_is_cut(
     assert streamed(deltas) == whole(deltas)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(st.sampled_from("<>think/_cal{}[]\"': ab\n"), max_size=60), CUTS)
 def test_whatever_a_model_writes_nothing_of_it_is_lost(text, cuts):
     deltas = deltas_of(text, cuts, FinishReason.STOP)
