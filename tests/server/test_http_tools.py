@@ -127,38 +127,32 @@ def test_the_responses_and_messages_apis_tell_the_same(client, line):
     more: dict = {"temperature": 0, "chat_template_kwargs": line.get("chat_template_kwargs", {})}
 
     functions = [{"type": "function", "strict": False, **tool} for tool in tools]
-    response = {"model": "tiny", "input": line["messages"], "tools": functions, "extra_body": more}
-    with client.responses.stream(**response, max_output_tokens=131072) as stream:
-        streamed = stream.get_final_response()
-    for one in (client.responses.create(**response, max_output_tokens=128), streamed):
-        by_kind = {item.type: item for item in one.output}
-        told = [(item.name, item.arguments) for item in one.output if item.type == "function_call"]
-        assert told == calls and one.output_text == (message.content or "")
-        reasoning = by_kind["reasoning"].content[0].text if "reasoning" in by_kind else None
-        assert reasoning == message.reasoning_content and one.status == "completed"
+    body = {"model": "tiny", "input": line["messages"], "tools": functions, "extra_body": more}
+    with client.responses.stream(**body, max_output_tokens=131072) as stream:
+        response = stream.get_final_response()
+    by_kind = {item.type: item for item in response.output}
+    told = [item for item in response.output if item.type == "function_call"]
+    assert [(item.name, item.arguments) for item in told] == calls
+    assert response.output_text == (message.content or "") and response.status == "completed"
+    reasoning = by_kind["reasoning"].content[0].text if "reasoning" in by_kind else None
+    assert reasoning == message.reasoning_content
 
     schemas = [
-        {
-            "input_schema": tool["parameters"],
-            "name": tool["name"],
-            "description": tool["description"],
-        }
+        {"name": tool["name"], "input_schema": tool["parameters"]}
+        | {"description": tool["description"]}
         for tool in tools
     ]
-    messages = anthropic.Anthropic(
-        base_url=str(client.base_url).removesuffix("/v1/"), api_key="none", max_retries=0
-    ).messages
-    body = {"model": "tiny", "messages": line["messages"], "max_tokens": 128, "tools": schemas}
-    with messages.stream(**body, extra_body=more) as stream:
-        final = stream.get_final_message()
-    for one in (messages.create(**body, extra_body=more), final):
-        said = {block.type: block for block in one.content}
-        used = [(block.name, block.input) for block in one.content if block.type == "tool_use"]
-        assert used == [(name, json.loads(arguments)) for name, arguments in calls]
-        assert one.stop_reason == ("tool_use" if calls else "end_turn")
-        if message.reasoning_content:
-            assert said["thinking"].thinking == message.reasoning_content
-            assert said["text"].text == message.content
+    url = str(client.base_url).removesuffix("/v1/")
+    answer = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0).messages.create(
+        model="tiny", messages=line["messages"], max_tokens=128, tools=schemas, extra_body=more
+    )
+    said = {block.type: block for block in answer.content}
+    used = [(block.name, block.input) for block in answer.content if block.type == "tool_use"]
+    assert used == [(name, json.loads(arguments)) for name, arguments in calls]
+    assert answer.stop_reason == ("tool_use" if calls else "end_turn")
+    if message.reasoning_content:
+        assert said["thinking"].thinking == message.reasoning_content
+        assert said["text"].text == message.content
 
 
 def test_the_parsers_can_be_switched_off():
