@@ -144,11 +144,15 @@ def _add_plan(commands: "argparse._SubParsersAction[Parser]") -> None:
     command.add_argument("model", metavar="MODEL", help="name, hub id, folder or config.json")
     command.add_argument("--gpus", type=int, default=1, metavar="N", help="how many")
     command.add_argument("--gpu", default="h200", metavar="KIND", help="h100, h200, b200, ...")
-    command.add_argument("--goal", choices=("throughput", "latency"), default="throughput")
+    command.add_argument(
+        "--goal", choices=("throughput", "latency"), default="throughput", help="what counts"
+    )
     command.add_argument("--concurrency", type=int, default=256, help="requests at once")
     command.add_argument("--input_len", type=int, default=1024, help="tokens of a prompt")
     command.add_argument("--output_len", type=int, default=1024, help="tokens of an output")
-    command.add_argument("--kv_cache_dtype", choices=("auto", "fp8"), default="auto")
+    command.add_argument(
+        "--kv_cache_dtype", choices=("auto", "fp8"), default="auto", help="auto: the model's"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(module="penstock.cli.plan", parser=command)
 
