@@ -33,6 +33,14 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONGROPE = {  # three quarters of a head of 16
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    "original_max_position_embeddings": 64,
+}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 5}
 
 DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
@@ -98,6 +106,12 @@ CASES = {
     "mistral window": ("mistral", {"sliding_window": 5}),
     "mixtral": ("mixtral", {}),
     "mixtral tied, window": ("mixtral", {"tie_word_embeddings": True, "sliding_window": 5}),
+    "phi3": ("phi3", {}),
+    "phi3 as Phi-4-mini": (
+        "phi3",
+        {"tie_word_embeddings": True, "rope_parameters": {"partial_rotary_factor": 0.75}},
+    ),
+    "phi3 window": ("phi3", {"sliding_window": 5, "num_key_value_heads": 4}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2 window above layer 1": ("qwen2", WINDOWED | {"max_window_layers": 1}),
@@ -194,6 +208,29 @@ def test_dynamic_rope_beyond_the_trained_length_is_that_of_a_prompt_of_full_leng
     (ids,) = prompts(500, [40])
     spec = parse_model_spec(folder, {"max_position_embeddings": len(ids)})
     model = build_model(spec, RankMesh.single(), torch.float32, CPU, get_backend("reference"))
+    load_weights(model, folder, spec, RankMesh.single(), progress=False)
+    (ours,) = PagedDriver(model).step([(0, ids)])
+    torch.testing.assert_close(ours, expected_logits(folder, [ids])[0], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_positions"), [(40, 64 + 2), (70, 80), (70, None)], ids=str
+)
+def test_longrope_has_the_frequencies_of_the_runs_longest_sequence(
+    tmp_path, num_tokens, num_positions
+):
+    folder = make_checkpoint(tmp_path, "phi3", rope_parameters=LONGROPE)
+    (ids,) = prompts(500, [num_tokens])
+    spec = parse_model_spec(folder)
+    assert spec.max_position == 128
+    model = build_model(
+        spec,
+        RankMesh.single(),
+        torch.float32,
+        CPU,
+        get_backend("reference"),
+        num_positions=num_positions,
+    )
     load_weights(model, folder, spec, RankMesh.single(), progress=False)
     (ours,) = PagedDriver(model).step([(0, ids)])
     torch.testing.assert_close(ours, expected_logits(folder, [ids])[0], atol=TOLERANCE, rtol=0)

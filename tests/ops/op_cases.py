@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.activation import sigmoid_mul, silu_mul
+from penstock.kernels.activation import gelu_mul, sigmoid_mul, silu_mul
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static, InputFormat
@@ -113,9 +113,9 @@ def _add_norm(num_tokens: int, size: int, *, exact: bool = False) -> OpCase:
     return OpCase(add_rms_norm, f"{num_tokens}x{size}" + "-exact" * exact, make)
 
 
-def _silu(num_tokens: int, size: int) -> OpCase:
+def _gated(op: Op[..., Any], num_tokens: int, size: int) -> OpCase:
     return OpCase(
-        silu_mul,
+        op,
         f"{num_tokens}x{size}",
         lambda dtype, device: (randn(num_tokens, 2 * size, dtype=dtype, device=device),),
     )
@@ -684,8 +684,7 @@ OP_CASES = [
     _add_norm(3, 200, exact=True),
     _add_norm(1, 64),
     _add_norm(7, 1000),
-    _silu(1, 64),
-    _silu(5, 1500),
+    *(_gated(op, *shape) for op in (silu_mul, gelu_mul) for shape in ((1, 64), (5, 1500))),
     sigmoid_case(1, 4, 64),
     sigmoid_case(5, 3, 256),
     rope_case(1, 8, 2, 64, 64),
@@ -902,6 +901,8 @@ class AttentionCase:
     fp8: bool = False  # the cache
     int8: bool = False  # the cache
     sinks: bool = False
+    chunks: bool = False  # instead of the window
+    soft_cap: float | None = None
 
     def __str__(self) -> str:
         kind = {0: "prefill", len(self.entries): "decode"}.get(self.num_decodes, "mixed")
@@ -909,6 +910,7 @@ class AttentionCase:
         more = f"+{len(self.entries) - 4}" if len(self.entries) > 4 else ""
         heads = f"h{self.num_heads}k{self.num_kv_heads}d{self.head_size}s{self.block_size}"
         rest = f"w{self.window}" + "-fp8" * self.fp8 + "-int8" * self.int8 + "-sinks" * self.sinks
+        rest += "-chunks" * self.chunks + (f"-cap{self.soft_cap:g}" if self.soft_cap else "")
         return f"{kind}-{lens}{more}-{heads}-{rest}"
 
 
@@ -960,7 +962,9 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
     cache_dtype = torch.float8_e4m3fn if case.fp8 else dtype
     k_cache, v_cache = (randn(*pool, dtype=cache_dtype, device=device) for _ in range(2))
     v_scale = 0.75 if case.fp8 else 1.0
-    params = AttentionParams(case.head_size**-0.5, case.window, v_scale)
+    params = AttentionParams(
+        case.head_size**-0.5, case.window, v_scale, case.chunks, case.soft_cap
+    )
     sinks = None
     if case.sinks:  # of all sizes: from no share of the softmax to nearly all of it
         sinks = torch.linspace(-6.0, 9.0, case.num_heads, device=device)[
@@ -981,6 +985,22 @@ def decodes(*kv_lens: int, **shape: Any) -> AttentionCase:
 
 def prefills(*entries: tuple[int, int], **shape: Any) -> AttentionCase:
     return AttentionCase(entries, 0, **shape)
+
+
+def capped_cases() -> Iterator[AttentionCase]:
+    """A cap that bends nearly every score of random numbers."""
+    yield AttentionCase(((1, 17), (1, 300), (33, 33), (5, 133)), 2, soft_cap=1.5)
+    yield AttentionCase(((1, 90), (30, 70)), 1, soft_cap=1.0, window=20, head_size=80, sinks=True)
+    yield AttentionCase(((1, 170), (40, 90)), 1, soft_cap=2.0, fp8=True)
+    yield AttentionCase(((1, 170), (40, 90)), 1, soft_cap=2.0, int8=True)
+
+
+def chunked_cases() -> Iterator[AttentionCase]:
+    """Around the first and the last token of a chunk; prompts that reach over several."""
+    yield decodes(1, 15, 16, 17, 32, 33, 300, window=16, chunks=True)
+    yield decodes(60, 61, 299, 300, 301, window=60, chunks=True, block_size=32)
+    yield AttentionCase(((1, 100), (40, 40), (30, 150), (3, 51)), 1, window=50, chunks=True)
+    yield prefills((70, 70), (7, 200), window=24, chunks=True, block_size=32)
 
 
 def small_attention_cases() -> Iterator[AttentionCase]:
@@ -1008,6 +1028,8 @@ def small_attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(((1, 200), (64, 128)), 1, num_heads=4, num_kv_heads=1, window=33)
     yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, fp8=True)
     yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, int8=True)
+    yield from capped_cases()
+    yield from chunked_cases()
     yield AttentionCase(((1, 300), (40, 40), (7, 90)), 1, head_size=80, window=33, int8=True)
     yield from sink_cases((1, 20, 64, 150, 300), ((40, 40), (1, 9), (30, 150)), 16)
 

@@ -10,7 +10,7 @@ is E2M1, E4M3 is FP8. "affine" is what GGUF stores: scale * code + minimum.
 Legend: O outputs, I inputs, G groups of inputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -55,6 +55,12 @@ class QuantizedWeight:
         if self.minima_OG is not None:
             values_OI = values_OI + self._by_input(self.minima_OG)
         return values_OI if self.order_I is None else values_OI[:, self.order_I.argsort()]
+
+    def rows(self, rows_R: Tensor) -> "QuantizedWeight":
+        """Some outputs, in this order."""
+        by_row = ("codes_OI", "scales_OG", "zeros_OG", "outer_O", "minima_OG")
+        found = {name: getattr(self, name) for name in by_row}
+        return replace(self, **{n: x[rows_R] for n, x in found.items() if x is not None})
 
     def as_affine(self) -> "QuantizedWeight | None":
         """The same weight as scale * code + minimum; None where its numbers are no such sums."""

@@ -1,4 +1,4 @@
-"""Math that kernels share: sigmoid, SiLU, the gate of experts, FP8 and INT8 rounding, `dot`."""
+"""Math that kernels share: sigmoid, SiLU, GELU, the gate of experts, FP8 and INT8 rounding, `dot`."""
 
 import triton
 import triton.language as tl
@@ -12,6 +12,12 @@ def sigmoid(x):
 @triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gelu(x):
+    """By tanh, of which (1 + tanh(u)) / 2 = sigmoid(2 u)."""
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit

@@ -30,6 +30,8 @@ class Attention(CachedLayer):
     `qk_norm_eps`: query and key heads are normalized before the rotation.
     `gated`: a head's output is multiplied by a sigmoid of one more projection of the input.
     `zero_centered_norms`: of queries and keys, see `RMSNorm`.
+    `has_chunks`: the window begins at the last multiple of w that is not behind the token.
+    `scale`: of the scores; None is by the head size. `soft_cap`: they become cap * tanh(s / cap).
     `sinks`: each head has a score that takes part in the softmax and has no value.
     """
 
@@ -46,13 +48,21 @@ class Attention(CachedLayer):
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
         window: int | None = None,
+        has_chunks: bool = False,
+        scale: float | None = None,
+        soft_cap: float | None = None,
         sinks: bool = False,
         gated: bool = False,
         zero_centered_norms: bool = False,
     ) -> None:
         super().__init__()
         self.head_size = head_size
-        self.params = AttentionParams(head_size**-0.5, window)
+        self.params = AttentionParams(
+            head_size**-0.5 if scale is None else scale,
+            window,
+            has_chunks=has_chunks and window is not None,
+            soft_cap=soft_cap,
+        )
         self.rope = rope
         self.backend = build.attention
         self.cache_dtype = str(build.cache_dtype).removeprefix("torch.")

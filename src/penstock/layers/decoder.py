@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.kernels.forward_batch import ForwardBatch
@@ -42,6 +43,11 @@ class DecoderBlock(nn.Module):
         self.attention = attention
         self.post_norm = _norm(spec, build)
         self.mlp = mlp
+        self.attention_out_norm: RMSNorm | None = None
+        self.mlp_out_norm: RMSNorm | None = None
+        if spec.sandwich_norms:
+            self.attention_out_norm = _out_norm(spec, build)
+            self.mlp_out_norm = _out_norm(spec, build)
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, batch: ForwardBatch
@@ -49,15 +55,22 @@ class DecoderBlock(nn.Module):
         wanted = self.attention.input_format(batch.num_tokens)
         x_TD, residual_TD = self.input_norm(x_TD, residual_TD, wanted)
         x_TD = self.attention(x_TD, batch)
+        if self.attention_out_norm is not None:
+            x_TD = self.attention_out_norm(x_TD)
         wanted = self.mlp.input_format(batch.num_tokens)
         x_TD, residual_TD = self.post_norm(x_TD, residual_TD, wanted)
-        return self.mlp(x_TD, batch), residual_TD
+        x_TD = self.mlp(x_TD, batch)
+        return x_TD if self.mlp_out_norm is None else self.mlp_out_norm(x_TD), residual_TD
 
 
 def _norm(spec: ModelSpec, build: LayerContext) -> ResidualNorm:
     return ResidualNorm(
         spec.hidden_size, spec.norm_eps, build, zero_centered=spec.zero_centered_norms
     )
+
+
+def _out_norm(spec: ModelSpec, build: LayerContext) -> RMSNorm:
+    return RMSNorm(spec.hidden_size, spec.norm_eps, build, zero_centered=spec.zero_centered_norms)
 
 
 def _quantized_as(block: nn.Module) -> Hashable:
@@ -80,6 +93,9 @@ def grouped_query_attention(
         out_bias=spec.attention_out_bias,
         qk_norm_eps=spec.norm_eps if spec.qk_norm else None,
         window=spec.window_of(layer),
+        has_chunks=spec.has_chunks,
+        scale=spec.attention_scale,
+        soft_cap=spec.attention_soft_cap,
         zero_centered_norms=spec.zero_centered_norms,
         **further,
     )
@@ -92,10 +108,14 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec, build: LayerContext) -> None:
         super().__init__()
-        rope = Rope(spec.rope, spec.head_size, spec.max_position, build.device, build.num_positions)
+        ropes = {
+            kind: Rope(kind, spec.head_size, spec.max_position, build.device, build.num_positions)
+            for kind in {spec.rope_of(layer): None for layer in range(spec.num_layers)}
+        }
         self.embed = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.layers = nn.ModuleList(
-            self.block(spec, layer, rope, build) for layer in range(spec.num_layers)
+            self.block(spec, layer, ropes[spec.rope_of(layer)], build)
+            for layer in range(spec.num_layers)
         )
         self._layer_kinds = tuple(map(spec.layer_kind, range(spec.num_layers)))
         self.norm = _norm(spec, build)
@@ -103,6 +123,9 @@ class Decoder(nn.Module):
         if not spec.tie_embeddings:
             table = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.head = VocabHead(table)
+        # Rounded as the weights are: so the model was trained.
+        self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
+        self.logit_soft_cap = spec.logit_soft_cap
 
     def block(self, spec: ModelSpec, layer: int, rope: Rope, build: LayerContext) -> DecoderBlock:
         attention = self.attention(spec, layer, rope, build)
@@ -120,6 +143,8 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of every token of the step, after the final norm."""
         x_TD, residual_TD = self.embed(batch.input_ids_T), None
+        if self.embedding_scale != 1.0:
+            x_TD = x_TD * self.embedding_scale
         for layer in self.layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, batch)
         x_TD, _ = self.norm(x_TD, residual_TD)
@@ -127,7 +152,10 @@ class Decoder(nn.Module):
 
     def logits(self, x_LD: Tensor) -> Tensor:
         """Logits of the whole vocabulary, in the model's dtype, on every rank."""
-        return self.head(x_LD)
+        logits_LV = self.head(x_LD)
+        if (cap := self.logit_soft_cap) is None:
+            return logits_LV
+        return torch.tanh(logits_LV.float() / cap).mul_(cap).to(logits_LV.dtype)
 
     @contextlib.contextmanager
     def shortened(self) -> Iterator[None]:

@@ -4,7 +4,7 @@
 
 from torch import Tensor
 
-from penstock.kernels.activation import silu_mul
+from penstock.kernels.activation import gelu_mul, silu_mul
 from penstock.kernels.formats import (
     PLAIN,
     Activation,
@@ -40,8 +40,10 @@ def normed(
     return Fp8(values_TD, scale), sum_TD
 
 
-def gated(x_T2F: Tensor, wanted: InputFormat) -> Activation:
-    """silu(gate) * up."""
+def gated(x_T2F: Tensor, wanted: InputFormat, activation: str = "silu") -> Activation:
+    """silu(gate) * up, or the same of another activation."""
+    if activation == "gelu_pytorch_tanh":
+        return converted(gelu_mul(x_T2F), wanted)
     match wanted:
         case Plain():
             return silu_mul(x_T2F)

@@ -52,10 +52,13 @@ class Linear(nn.Module):
     def forward(self, x_TI: Activation, batch: ForwardBatch) -> Tensor:
         return self._multiply(x_TI, batch, add_bias=True)
 
-    def gated(self, x_TI: Activation, wanted: InputFormat, batch: ForwardBatch) -> Activation:
-        """silu(first half of the outputs) * second half, in the form the next layer wants."""
-        short = self.scheme.apply_gated(self, x_TI, wanted) if self.post_op is None else None
-        return gated(self(x_TI, batch), wanted) if short is None else short
+    def gated(
+        self, x_TI: Activation, wanted: InputFormat, batch: ForwardBatch, activation: str = "silu"
+    ) -> Activation:
+        """act(first half of the outputs) * second half, in the form the next layer wants."""
+        is_fused = self.post_op is None and activation == "silu"
+        short = self.scheme.apply_gated(self, x_TI, wanted) if is_fused else None
+        return gated(self(x_TI, batch), wanted, activation) if short is None else short
 
     def _multiply(self, x_TI: Activation, batch: ForwardBatch, add_bias: bool) -> Tensor:
         y_TO = self.scheme.apply(self, x_TI, add_bias)

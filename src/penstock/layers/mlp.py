@@ -1,4 +1,4 @@
-"""The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+"""The gated feed-forward block: down(act(gate(x)) * up(x)), the activation being SiLU or GELU."""
 
 # T tokens in the step, D hidden size
 
@@ -21,8 +21,10 @@ class GatedMLP(nn.Module):
         bias: bool,
         build: LayerContext,
         is_summed: bool = True,
+        activation: str = "silu",
     ) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_up_proj = ColumnLinear(
             hidden_size, (intermediate_size, intermediate_size), role="mlp", bias=bias, build=build
         )
@@ -35,4 +37,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TD: Activation, batch: ForwardBatch) -> Tensor:
         wanted = self.down_proj.input_format(batch.num_tokens)
-        return self.down_proj(self.gate_up_proj.gated(x_TD, wanted, batch), batch)
+        return self.down_proj(self.gate_up_proj.gated(x_TD, wanted, batch, self.activation), batch)

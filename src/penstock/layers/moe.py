@@ -208,7 +208,13 @@ def experts_or_mlp(spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP
     """A gated MLP, or experts where the spec has them. The shared expert, if any, has a gate."""
     moe = spec.moe
     if moe is None or not moe.layers[layer]:
-        return GatedMLP(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, build=build)
+        return GatedMLP(
+            spec.hidden_size,
+            spec.intermediate_size,
+            bias=spec.mlp_bias,
+            build=build,
+            activation=spec.hidden_act,
+        )
     return MoE(
         spec.hidden_size,
         moe.num_experts,

@@ -8,6 +8,9 @@ lengths share a step, and cached keys were rotated earlier. So the length is fix
 built. `max_position` up to the trained length gives the unscaled table, exact for every sequence
 that fits. A larger `max_position` (asked for by overriding `max_position_embeddings`) gives the
 table scaled for that length, for all sequences, short ones included.
+
+LongRoPE has two sets of frequencies, one up to the trained length and one beyond it. Which of them
+a run has follows from how long its sequences may become: `num_positions`.
 """
 
 # P positions, R rotated channels of a head, F = R / 2 frequencies
@@ -18,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.types.model_spec import RopeSpec
+
+_IN_FLIGHT = 8  # positions of a run's table that only steps in flight write, at most
 
 
 class Rope(nn.Module):
@@ -41,8 +46,8 @@ def cos_sin_table(
     spec: RopeSpec, head_size: int, max_position: int, num_positions: int | None = None
 ) -> Tensor:
     """float32 [P, R]: the cosines of each position, then its sines, times the attention factor."""
-    inv_freq_F = inverse_frequencies(spec, head_size, max_position)
     num_positions = max_position if num_positions is None else num_positions
+    inv_freq_F = inverse_frequencies(spec, head_size, max_position, num_positions)
     angles_PF = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq_F
     table_PR = torch.empty(num_positions, 2 * inv_freq_F.shape[0])
     cos_PF, sin_PF = table_PR.chunk(2, dim=-1)
@@ -51,11 +56,15 @@ def cos_sin_table(
     return table_PR.mul_(attention_factor(spec))
 
 
-def inverse_frequencies(spec: RopeSpec, head_size: int, max_position: int) -> Tensor:
+def inverse_frequencies(
+    spec: RopeSpec, head_size: int, max_position: int, num_positions: int | None = None
+) -> Tensor:
     """Radians per position of each pair of channels."""
     num_channels = int(head_size * spec.partial_factor)
     exponents_F = torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels
     match spec.kind:
+        case "none":
+            return torch.zeros_like(exponents_F)
         case "default":
             return 1.0 / spec.theta**exponents_F
         case "linear":
@@ -66,15 +75,23 @@ def inverse_frequencies(spec: RopeSpec, head_size: int, max_position: int) -> Te
             return _llama3(spec, 1.0 / spec.theta**exponents_F)
         case "yarn":
             return _yarn(spec, spec.theta**exponents_F)
+        case "longrope":
+            longest = max_position if num_positions is None else num_positions - _IN_FLIGHT
+            is_long = longest > _trained_length(spec)
+            factors = spec.long_factors if is_long else spec.short_factors
+            return 1.0 / (torch.tensor(factors) * spec.theta**exponents_F)
     raise AssertionError(spec.kind)  # the config parser refuses every other kind
 
 
 def attention_factor(spec: RopeSpec) -> float:
-    """Yarn sharpens attention as the context grows; multiplies both cosines and sines."""
-    if spec.kind != "yarn":
+    """Yarn and LongRoPE sharpen attention as the context grows; multiplies cosines and sines."""
+    if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
+    if spec.kind == "longrope":
+        growth = math.log(max(spec.factor, 1.0)) / math.log(_trained_length(spec))
+        return math.sqrt(1 + growth)
     if spec.mscale and spec.mscale_all_dim:
         return _yarn_mscale(spec.factor, spec.mscale) / _yarn_mscale(
             spec.factor, spec.mscale_all_dim

@@ -18,7 +18,9 @@ _MAX_EXPERTS = 1 << 16  # far more than any model has
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     architecture: str
+    vocab_size: int | None = None  # None: the file must say it
     max_position: int = 32768
+    num_heads: int | None = None  # None: the file must say it
     num_kv_heads: int | None = 32  # None: as many as query heads
     head_size: int | None = None  # None: hidden size / heads
     bos: int | None = None
@@ -29,15 +31,21 @@ class Family:
     attention_bias: bool = False  # where `attention_bias` says nothing
     mlp_bias: bool | None = False  # None: as `mlp_bias` says
     qk_norm: bool = False
+    activation: str = "silu"  # as `hidden_act` must say it
+    activation_field: str = "hidden_act"
+    tie_embeddings: bool = False
     rotated: float | None = None  # share of a head where the file says none; None: always all
     norm_eps: float = 1e-6
     zero_centered_norms: bool = False
+    sandwich_norms: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)  # where the file says nothing of it
+    window_theta: float | None = None  # layers with a window have their own; None: they have not
     num_nextn_predict_layers: int | None = None  # where that says nothing; None: there are none
     windows: WindowReader = full_attention
     latent: Callable[[Fields], LatentSpec] | None = None
     delta: Callable[[Fields, int], DeltaSpec] | None = None  # given the number of layers
     moe: Callable[[Fields, int], MoeSpec] | None = None  # the same
+    further: Callable[[Fields], dict[str, Any]] | None = None  # more fields of `ModelSpec`
 
 
 def experts(

@@ -58,8 +58,13 @@ class Fields:
             self._wrong(name, value, f"more than {above:g}")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        return None if self.get(name) is None else self.number(name)
+    def optional_number(
+        self, name: str, default: float | None = None, above: float | None = None
+    ) -> float | None:
+        """`default` is for an absent one: here absent and null differ."""
+        if name not in self.fields:
+            return default
+        return None if self.get(name) is None else self.number(name, above=above)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
@@ -87,6 +92,14 @@ class Fields:
         if not isinstance(value, list) or not all(map(_is_integer, value)):
             self._wrong(name, value, "a list of integers")
         return value
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Finite ones; none where there are none."""
+        value = self.get(name, [])
+        if not isinstance(value, list):
+            self._wrong(name, value, "a list of numbers")
+        items = Fields(self.folder, {f"{name}[{i}]": item for i, item in enumerate(value)})
+        return tuple(map(items.number, items.fields))
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Empty where there is none."""

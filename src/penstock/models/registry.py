@@ -36,6 +36,7 @@ _MODELS = {  # by model type
     "llama": _Entry("LlamaForCausalLM", "llama", "LlamaForCausalLM"),
     "mistral": _Entry("MistralForCausalLM", "llama", "LlamaForCausalLM"),
     "mixtral": _Entry("MixtralForCausalLM", "mixtral", "MixtralForCausalLM"),
+    "phi3": _Entry("Phi3ForCausalLM", "phi3", "Phi3ForCausalLM"),
     "qwen2": _Entry("Qwen2ForCausalLM", "qwen2", "Qwen2ForCausalLM"),
     "qwen2_moe": _Entry("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3": _Entry("Qwen3ForCausalLM", "qwen3", "Qwen3ForCausalLM"),

@@ -6,6 +6,7 @@ its `Family` knows. Needs no torch.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.models.family import Family
 from penstock.models.fields import Fields
 from penstock.models.gguf_config import config_of
 from penstock.models.registry import find_family, supported_architectures
-from penstock.models.rope_config import read_rope
+from penstock.models.rope_config import read_rope, read_window_rope
 from penstock.quantization.quant_config import parse_quantization
 from penstock.types.model_spec import ModelSpec, QuantSpec
 
@@ -27,16 +28,18 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
     """`overrides` replaces fields of config.json, nested ones key by key, before it is read."""
     raw = config_of(GgufFile(folder)) if is_gguf(folder) else read_json(folder / "config.json")
-    config = Fields(folder, _merged(raw, overrides or {}))
+    raw = _of_text(raw)
+    config = Fields(folder, _merged(raw, _of_text(overrides or {})))
     file = "generation_config.json"
     generation = Fields(folder, _beside(folder, file), file)
     family = _family(config)
 
-    hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
+    hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads", family.num_heads)
     num_kv_heads = config.count("num_key_value_heads", family.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         config.refuse("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} heads")
-    activation = config.one_of("hidden_act", config.get("hidden_act", "silu"), ("silu",))
+    name = family.activation_field
+    activation = config.one_of(name, config.get(name, family.activation), (family.activation,))
     latent = None if family.latent is None else family.latent(config)
     num_nextn_predict_layers = 0
     if (usual := family.num_nextn_predict_layers) is not None:
@@ -48,7 +51,7 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
     )
     max_position = config.count("max_position_embeddings", family.max_position)
     num_layers = config.count("num_hidden_layers", most=_MAX_LAYERS)
-    vocab_size = config.count("vocab_size")
+    vocab_size = config.count("vocab_size", family.vocab_size)
     windows = family.windows(config, num_layers)
     attention_bias = config.flag("attention_bias", family.attention_bias)
     qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
@@ -59,7 +62,7 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
         original = max_position
     rope, max_position = read_rope(config, family, head_size, max_position, original)
 
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=family.architecture,
         model_type=config.text("model_type"),
         vocab_size=vocab_size,
@@ -73,17 +76,19 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
         norm_eps=config.number("rms_norm_eps", family.norm_eps, above=0.0),
         hidden_act=activation,
         rope=rope,
-        tie_embeddings=config.flag("tie_word_embeddings", False),
+        tie_embeddings=config.flag("tie_word_embeddings", family.tie_embeddings),
         attention_bias=qkv_bias,
         attention_out_bias=attention_bias if family.out_bias is None else family.out_bias,
         mlp_bias=config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         zero_centered_norms=family.zero_centered_norms,
+        sandwich_norms=family.sandwich_norms,
         latent=latent,
         delta=None if family.delta is None else family.delta(config, num_layers),
         num_nextn_predict_layers=num_nextn_predict_layers,
         window=next((window for window in windows if window is not None), None),
         layer_windows=windows,
+        window_rope=read_window_rope(config, family),
         dtype=_dtype(config),
         bos_token_id=_bos_id(config, family),
         eos_token_ids=_eos_ids(generation, config, family, vocab_size),
@@ -91,6 +96,16 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
         quantization=_quantization(folder, config),
         moe=None if family.moe is None else family.moe(config, num_layers),
     )
+    return spec if family.further is None else replace(spec, **family.further(config))
+
+
+def _of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A model of text and images describes its language model one level down."""
+    if not isinstance(text := fields.get("text_config"), Mapping):
+        return fields
+    own = {name: value for name, value in fields.items() if name in ("architectures", "model_type")}
+    stated = {name: value for name, value in text.items() if value is not None}
+    return {**fields, **stated, **own}
 
 
 def _beside(folder: Path, file: str) -> dict[str, Any]:

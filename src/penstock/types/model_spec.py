@@ -9,7 +9,8 @@ from penstock.types.cache_spec import RecurrentState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding: `kind` is default, linear, dynamic, llama3 or yarn."""
+    """Rotary embedding: `kind` is default, linear, dynamic, llama3, yarn or longrope; with none
+    nothing is rotated."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -24,6 +25,9 @@ class RopeSpec:
     mscale_all_dim: float | None = None
     truncate: bool = True
     partial_factor: float = 1.0
+    # Of longrope, one number per pair of channels: up to the trained length, and beyond it.
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +137,23 @@ class ModelSpec:
     hidden_act: str
     rope: RopeSpec
     tie_embeddings: bool
+    embedding_scale: float = 1.0  # of what the layers are given
+    logit_soft_cap: float | None = None  # cap * tanh(logit / cap)
     attention_bias: bool = False  # on q, k, v (and o where the model says so)
     attention_out_bias: bool = False
+    attention_scale: float | None = None  # of the scores; None: by the head size
+    attention_soft_cap: float | None = None  # of the scores, as that of the logits
     mlp_bias: bool = False
     qk_norm: bool = False
     zero_centered_norms: bool = False  # the checkpoint has what is added to one
+    sandwich_norms: bool = False  # what a layer's two parts give is normalized, too
     latent: LatentSpec | None = None  # with it, `head_size` is that of the rotated part
     delta: DeltaSpec | None = None
     num_nextn_predict_layers: int = 0  # behind the others, to predict more than one token
     window: int | None = None
     layer_windows: tuple[int | None, ...] = ()  # one per layer: None = full attention
+    has_chunks: bool = False  # a window begins at the last multiple of its size
+    window_rope: RopeSpec | None = None  # of layers with a window; None: as the others
     dtype: str = "bfloat16"  # as the checkpoint says
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -153,6 +164,11 @@ class ModelSpec:
     def window_of(self, layer: int) -> int | None:
         """How many tokens this layer's attention sees, itself included; None: all of them."""
         return self.layer_windows[layer] if self.layer_windows else self.window
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        if self.window_rope is None or self.window_of(layer) is None:
+            return self.rope
+        return self.window_rope
 
     def layer_kind(self, layer: int) -> Hashable:
         """Layers of one kind are built alike; a checkpoint may quantize them differently."""

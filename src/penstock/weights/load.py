@@ -22,7 +22,7 @@ from penstock.quantization.quant_config import FP8_CACHE
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import Rules, Target
 from penstock.weights.quantized import gathered
-from penstock.weights.stored import StoredTensor, unstacked, wanted_dtypes
+from penstock.weights.stored import StoredTensor, paired, unfused, unstacked, wanted_dtypes
 from penstock.weights.stream import stream, weight_files
 
 _log = log.get(__name__)
@@ -176,11 +176,14 @@ def _copy(tensor: StoredTensor, parameter: nn.Parameter, part: int) -> None:
 def _named(tensors: Iterable[StoredTensor], rules: Rules) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor and its name; one that the rules take apart as those that it is made of."""
     for tensor in tensors:
-        rule = rules.unstack(tensor.name)
-        if rule is None:
-            yield tensor.name, tensor
+        if (stack := rules.unstack(tensor.name)) is not None:
+            yield from unstacked(tensor, stack)
+        elif (fused := rules.unfuse(tensor.name)) is not None:
+            yield from unfused(tensor, fused)
+        elif (pair := rules.pair(tensor.name)) is not None:
+            yield tensor.name, paired(tensor, pair)
         else:
-            yield from unstacked(tensor, rule)
+            yield tensor.name, tensor
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

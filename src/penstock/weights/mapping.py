@@ -16,6 +16,7 @@ class Target:
 class Rename:
     old: str
     new: str
+    is_usual: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,24 @@ class Unstack:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfuse:
+    name: str
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def member(self, name: str, part: int) -> str:
+        """The name that a part would have in a file of its own."""
+        return _replace(name, self.name, self.parts[part])
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    name: str
+    head_size: int
+    num_rotated: int
+
+
+@dataclass(frozen=True, slots=True)
 class Skip:
     suffix: str
 
@@ -61,7 +80,7 @@ class Spare:
     suffix: str
 
 
-Rule = Rename | Fuse | Stack | Unstack | Skip | SkipModule | Spare
+Rule = Rename | Fuse | Stack | Unstack | Unfuse | Pair | Skip | SkipModule | Spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +99,7 @@ class Rules:
                     return None
                 case SkipModule(module) if name.startswith(f"{module}."):
                     return None
-                case Rename(old, new) if _has(name, old):
+                case Rename(old, new, _) if _has(name, old):
                     name = _replace(name, old, new)
                 case Fuse(into, parts):
                     for index, source in enumerate(parts):
@@ -100,6 +119,16 @@ class Rules:
                 return rule
         return None
 
+    def unfuse(self, name: str) -> Unfuse | None:
+        """The same of a tensor in which the rows of several lie one behind the other."""
+        rules = (rule for rule in self.table if isinstance(rule, Unfuse))
+        return next((rule for rule in rules if _has(name, rule.name)), None)
+
+    def pair(self, name: str) -> Pair | None:
+        """Which rows of the tensor called `name` are rotated together, if not i and i + half."""
+        rules = (rule for rule in self.table if isinstance(rule, Pair))
+        return next((rule for rule in rules if _has(name, rule.name)), None)
+
     def is_spare(self, name: str) -> bool:
         """Whether a run may have no use for the tensor called `name`."""
         return any(
@@ -111,7 +140,7 @@ class Rules:
         name = target.parameter
         for rule in reversed(self.table):
             match rule:
-                case Rename(old, new) if _has(name, new):
+                case Rename(old, new, is_usual=True) if _has(name, new):
                     name = _replace(name, new, old)
                 case Fuse(into, parts) if _has(name, into):
                     name = _replace(name, into, parts[target.part])
@@ -119,6 +148,9 @@ class Rules:
                     number, index = divmod(target.part, len(parts))
                     member = f"{under}.{number}.{parts[index]}"
                     name = _replace(name, f"{under}.{into}", member)
+                case Unfuse(whole, parts):
+                    for part in parts:
+                        name = _replace(name, part, whole)
                 case Unstack(under, stacked, parts, is_usual=True) if found := _member(
                     name, under, parts
                 ):
@@ -134,6 +166,11 @@ def rules(*table: Rule) -> Rules:
 def rename(old: str, new: str) -> Rename:
     """`old` stands for whole dot-separated words, anywhere in the name."""
     return Rename(old, new)
+
+
+def rename_some(old: str, new: str) -> Rename:
+    """The same, of some checkpoints; most have another name for it, which a rule knows."""
+    return Rename(old, new, is_usual=False)
 
 
 def fuse(into: str, parts: tuple[str, ...]) -> Fuse:
@@ -158,6 +195,19 @@ def unstack_some(under: str, name: str, parts: tuple[str, ...]) -> Unstack:
     """The same of some checkpoints, while most have `under.N.part`; the rows of each part lie
     behind those of the part before it."""
     return Unstack(under, name, parts, takes_turns=False, is_usual=False)
+
+
+def unfuse(name: str, parts: tuple[str, ...], sizes: tuple[int, ...]) -> Unfuse:
+    """The tensor called `name` holds those called `parts`, of so many rows each. It is taken apart
+    first: ranks share each of them."""
+    return Unfuse(name, parts, sizes)
+
+
+def pair(name: str, head_size: int, num_rotated: int) -> Pair:
+    """Channels 2i and 2i + 1 of a head are rotated together, of its first `num_rotated`. Rows are
+    read in another order, such that those are i and i + half; scores of attention stay the same
+    where queries and keys are read so."""
+    return Pair(name, head_size, num_rotated)
 
 
 def skip(suffix: str) -> Skip:
@@ -204,6 +254,18 @@ DECODER_NAMES = rules(
     spare("v_scale"),
     spare("k_zero_point"),
     spare("v_zero_point"),
+)
+
+# How a model of text and images calls its language model: first as most are published.
+TEXT_NAMES = rules(
+    *(
+        skip_module(f"{prefix}{module}")
+        for prefix in ("", "model.")
+        for module in ("vision_tower", "vision_model", "multi_modal_projector")
+    ),
+    rename("language_model.model", "model"),
+    rename("language_model.lm_head", "lm_head"),
+    rename_some("model.language_model", "model"),
 )
 
 # What most checkpoints call the parts of `layers.moe.MoE`; transformers 5 can stack the experts.

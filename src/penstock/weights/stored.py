@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quantized_weight import QuantizedWeight
-from penstock.weights.mapping import Unstack
+from penstock.weights.mapping import Pair, Unfuse, Unstack
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E8M0")  # the last: powers of two, for scales
 _CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int8: "I8"}
@@ -73,6 +73,73 @@ class _Member:
         found = stored.movedim(-1, 0) if self.before_rows else stored
         found = found.flatten(1) if found.dim() > 2 else found
         return found[:: rows.step][(slice(None), *part[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a tensor, in some order; those of a part must lie together."""
+
+    whole: Slices
+    rows: Tensor  # int64
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        wanted, near = self._near(part[0])
+        return self.whole[(wanted, *part[1:])][near]
+
+    def quantized(self, part: tuple[slice, ...], device: torch.device) -> QuantizedWeight | None:
+        if not isinstance(self.whole, QuantizedSlices):
+            return None
+        wanted, near = self._near(part[0])
+        found = self.whole.quantized((wanted, *part[1:]), device)
+        return None if found is None else found.rows(near.to(device))
+
+    def _near(self, part: slice) -> tuple[slice, Tensor]:
+        """The rows to be read, and which of them are the part's."""
+        rows = self.rows[part]
+        first = int(rows.min())
+        return slice(first, int(rows.max()) + 1), rows - first
+
+
+def unfused(tensor: StoredTensor, rule: Unfuse) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors that `rule` finds in `tensor`. A scale of all of it is that of each; one of
+    blocks is taken apart where whole blocks are."""
+    num_rows, total = (tensor.shape or (1,))[0], sum(rule.sizes)
+    sizes = rule.sizes
+    if math.prod(tensor.shape) == 1:
+        sizes = (0,) * len(sizes)
+    elif num_rows != total:
+        per_row = -(-total // num_rows)
+        if any(size % per_row for size in sizes):
+            yield tensor.name, tensor  # nothing waits for a tensor of this name
+            return
+        sizes = tuple(size // per_row for size in sizes)
+    start = 0
+    for part, size in enumerate(sizes):
+        found = tensor
+        if size:
+            rows = torch.arange(start, start + size)
+            found = StoredTensor(
+                f"{tensor.name}[{start}:{start + size}]",
+                (size, *tensor.shape[1:]),
+                tensor.dtype,
+                tensor.num_bytes * size // num_rows,
+                _Rows(tensor._slices, rows),
+            )
+        yield rule.member(tensor.name, part), found
+        start += size
+
+
+def paired(tensor: StoredTensor, rule: Pair) -> StoredTensor:
+    """`tensor` with its rows in the order of `rule`; what is the same for all rows of a head stays
+    as it is."""
+    if not tensor.shape or tensor.shape[0] % rule.head_size:
+        return tensor
+    heads = torch.arange(tensor.shape[0]).view(-1, rule.head_size)
+    pairs, others = heads.split((rule.num_rotated, rule.head_size - rule.num_rotated), dim=1)
+    rows = torch.cat((pairs[:, ::2], pairs[:, 1::2], others), dim=1).flatten()
+    return StoredTensor(
+        tensor.name, tensor.shape, tensor.dtype, tensor.num_bytes, _Rows(tensor._slices, rows)
+    )
 
 
 def unstacked(tensor: StoredTensor, rule: Unstack) -> Iterator[tuple[str, StoredTensor]]:

@@ -1,5 +1,5 @@
-"""Gated activations: `silu_mul`, `sigmoid_mul`."""
+"""Gated activations: `gelu_mul`, `sigmoid_mul`, `silu_mul`."""
 
-from penstock.kernels.activation.reference import sigmoid_mul, silu_mul
+from penstock.kernels.activation.reference import gelu_mul, sigmoid_mul, silu_mul
 
-__all__ = ["sigmoid_mul", "silu_mul"]
+__all__ = ["gelu_mul", "sigmoid_mul", "silu_mul"]

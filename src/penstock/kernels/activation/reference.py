@@ -20,6 +20,13 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
 
 
 @op(gpu_module="penstock.kernels.activation.triton")
+def gelu_mul(x_T2F: Tensor) -> Tensor:
+    """gelu(gate) * up with GELU's approximation by tanh, in fp32, back in x's dtype."""
+    gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
+    return (F.gelu(gate_TF.float(), approximate="tanh") * up_TF.float()).to(x_T2F.dtype)
+
+
+@op(gpu_module="penstock.kernels.activation.triton")
 def sigmoid_mul(x_THD: Tensor, gate_THD: Tensor) -> Tensor:
     """x * sigmoid(gate), in fp32, back in x's dtype; heads of the gate may lie apart."""
     return (x_THD.float() * torch.sigmoid(gate_THD.float())).to(x_THD.dtype)
@@ -46,6 +53,13 @@ def silu_mul_torch(x_T2F):
     """In x's dtype, without a third tensor."""
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)
+
+
+@gelu_mul.impl("torch", needs=cpu(), fits=lambda x_T2F: x_T2F.dtype is torch.float32)
+def gelu_mul_torch(x_T2F):
+    """Without copies of both halves."""
+    gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
+    return F.gelu(gate_TF, approximate="tanh").mul_(up_TF)
 
 
 @sigmoid_mul.impl("torch", needs=cpu(), fits=lambda x_THD, gate_THD: x_THD.dtype is torch.float32)

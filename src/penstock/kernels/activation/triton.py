@@ -8,18 +8,24 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.activation.reference import sigmoid_mul, silu_mul
+from penstock.kernels.activation.reference import gelu_mul, sigmoid_mul, silu_mul
 from penstock.kernels.carveout import between_gemms, set_carveout
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
-from penstock.kernels.triton_math import sigmoid, silu
+from penstock.kernels.triton_math import gelu, sigmoid, silu
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul(x_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[t, c] = silu(x[t, c]) * x[t, F + c]; one program per (token, block of columns)."""
+def _silu_mul(
+    x_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    IS_GELU: tl.constexpr = False,
+):  # fmt: skip
+    """out[t, c] = silu(x[t, c]) * x[t, F + c]; one program per (token, block of columns).
+
+    IS_GELU: gelu in the place of silu.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -27,12 +33,22 @@ def _silu_mul(x_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, PDL: tl.constexp
     inside = cols < F
     gate = tl.load(x_ptr + token * stride_t + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * stride_t + F + cols, mask=inside, other=0.0).to(tl.float32)
-    out = (silu(gate) * up).to(out_ptr.dtype.element_ty)
+    gate = gelu(gate) if IS_GELU else silu(gate)
+    out = (gate * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * F + cols, out, mask=inside)
 
 
 @silu_mul.impl("triton", needs=arch(80), fits=lambda x_T2F: x_T2F.dim() == 2)
 def silu_mul_triton(x_T2F):
+    return _gated(x_T2F, is_gelu=False)
+
+
+@gelu_mul.impl("triton", needs=arch(80), fits=lambda x_T2F: x_T2F.dim() == 2)
+def gelu_mul_triton(x_T2F):
+    return _gated(x_T2F, is_gelu=True)
+
+
+def _gated(x_T2F, is_gelu):
     assert x_T2F.stride(1) == 1, x_T2F.stride()
     num_tokens, size = x_T2F.shape[0], x_T2F.shape[1] // 2
     out_TF = torch.empty((num_tokens, size), dtype=x_T2F.dtype, device=x_T2F.device)
@@ -40,8 +56,9 @@ def silu_mul_triton(x_T2F):
         grid = (num_tokens, triton.cdiv(size, _BLOCK))
         options = launch_options(x_T2F)
         kernel = _silu_mul[grid](
-            x_T2F, out_TF, x_T2F.stride(0), size, BLOCK=_BLOCK, num_warps=4, **options
-        )
+            x_T2F, out_TF, x_T2F.stride(0), size, BLOCK=_BLOCK, IS_GELU=is_gelu, num_warps=4,
+            **options,
+        )  # fmt: skip
         set_carveout(kernel, between_gemms(num_tokens))
     return out_TF
 

@@ -21,6 +21,13 @@ class AttentionParams:
     scale: float  # of the scores; the scale of stored keys is a factor of it
     window: int | None = None  # a query at position p sees keys max(0, p - window + 1) .. p
     v_scale: float = 1.0  # a stored value times this is the value
+    has_chunks: bool = False  # sees keys p // window * window .. p instead
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither chunks nor a cap, which not every kernel knows."""
+        return not self.has_chunks and self.soft_cap is None
 
 
 class CacheScales(NamedTuple):

@@ -154,7 +154,7 @@ def _members(starts_N1: Tensor, num_all: int) -> tuple[Tensor, Tensor]:
 def mla_decode_torch(q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max_kv_len):
     """Entries of similar length together, so that little is gathered for nothing."""
     kv_lens = kv_lens_N.tolist()
-    groups = group_by_length(kv_lens, None)
+    groups = group_by_length(kv_lens)
     if len(groups) == 1:
         return _decode_group(
             q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max(kv_lens)

@@ -45,7 +45,8 @@ def attend(
         rows_T.data_ptr(), lens_T.data_ptr(), batch.block_table_RM.data_ptr(),
         0 if sinks_H is None else sinks_H.data_ptr(), out_THD.data_ptr(),
         num_tokens, num_heads, num_kv_heads, size, block_size, k_cache_BKSD.stride(0),
-        batch.block_table_RM.shape[1], window, params.scale,
+        batch.block_table_RM.shape[1], window, params.has_chunks, params.scale,
+        params.soft_cap or 0.0,
     )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ def attend(
     scale: float,
     window: int | None,
     sinks_H: Tensor | None = None,
+    has_chunks: bool = False,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v of one sequence; its Q queries are the last of its L positions.
 
@@ -28,11 +30,14 @@ def attend(
     q_QKGD = q_QHD.float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_size)
     scores_KGQL = torch.einsum("qkgd,lkd->kgql", q_QKGD, k_LKD.float()) * scale
 
+    if soft_cap is not None:
+        scores_KGQL = soft_cap * torch.tanh(scores_KGQL / soft_cap)
     key_L = torch.arange(kv_len, device=q_QHD.device)
     query_Q1 = key_L[kv_len - num_queries :, None]
     seen_QL = key_L <= query_Q1
     if window is not None:
-        seen_QL &= key_L > query_Q1 - window
+        first_Q1 = query_Q1 // window * window if has_chunks else query_Q1 - window + 1
+        seen_QL &= key_L >= first_Q1
     scores_KGQL = scores_KGQL.masked_fill(~seen_QL, -torch.inf)
     if sinks_H is None:
         weights_KGQL = scores_KGQL.softmax(-1)
@@ -78,6 +83,13 @@ class ReferenceAttention:
                 )
                 k_LKD, v_LKD = k_LKD.float() * k_scales_LK1, v_LKD * v_scales_LK1
             out_THD[start:end] = attend(
-                q_THD[start:end], k_LKD, v_LKD, params.scale, params.window, sinks_H
+                q_THD[start:end],
+                k_LKD,
+                v_LKD,
+                params.scale,
+                params.window,
+                sinks_H,
+                params.has_chunks,
+                params.soft_cap,
             )
         return quantized_output(out_THD, out_scale_1)

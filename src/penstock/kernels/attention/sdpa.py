@@ -9,6 +9,7 @@ per block, N entries of one group, M blocks and L padded keys of each, Q queries
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ class SdpaAttention:
     ) -> Tensor:
         _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
         k_scales_BKS, v_scales_BKS = scales or (None, None)
-        scale, num_grouped = params.scale, batch.num_decodes
+        num_grouped = batch.num_decodes
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         if native.can_attend(q_THD, k_cache_BKSD):
             all_short = batch.max_kv_len <= native.MAX_PREFILL
@@ -96,11 +97,11 @@ class SdpaAttention:
             if num_here == batch.num_tokens:
                 return out_THD
             num_grouped = 0
-        plan = self._plan(batch, num_grouped, num_kv_heads, block_size, params.window)
+        plan = self._plan(batch, num_grouped, num_kv_heads, block_size, params)
         for group in plan.groups:
             q_NHD = q_THD[group.tokens]
             out_THD[group.tokens] = _decode(
-                q_NHD, k_cache_BKSD, v_cache_BKSD, group, scale, sinks_H, scales
+                q_NHD, k_cache_BKSD, v_cache_BKSD, group, params, sinks_H, scales
             )
         for entry in plan.prefills:
             here = slice(entry.start, entry.end)
@@ -110,7 +111,7 @@ class SdpaAttention:
                 _gather(v_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, v_scales_BKS),
                 entry.mask_QL,
                 entry.mask_QL is None,
-                scale,
+                params,
                 None if sinks_H is None else sinks_H[:, None],
             )
             out_THD[here] = out_1HQD[0].transpose(0, 1)
@@ -122,12 +123,12 @@ class SdpaAttention:
         num_grouped: int,
         num_kv_heads: int,
         block_size: int,
-        window: int | None,
+        params: AttentionParams,
     ) -> _Plan:
         """The step's plan, built once per kind of layer."""
-        key = (_Plan, num_kv_heads, block_size, window)
+        key = (_Plan, num_kv_heads, block_size, params.window, params.has_chunks)
         if key not in batch.plans:
-            batch.plans[key] = _make_plan(batch, num_grouped, num_kv_heads, block_size, window)
+            batch.plans[key] = _make_plan(batch, num_grouped, num_kv_heads, block_size, params)
         plan: _Plan = batch.plans[key]
         return plan
 
@@ -138,11 +139,14 @@ def _attention(
     v_NKLD: Tensor,
     mask: Tensor | None,
     is_causal: bool,
-    scale: float,
+    params: AttentionParams,
     sinks_HQ: Tensor | None,
 ) -> Tensor:
     """What torch makes of it. Sinks (or [H, 1] of them) only make its result smaller, by a factor
     that follows from the sum of exponentials: this is why the kernel is called by its own name."""
+    scale = params.scale
+    if params.soft_cap is not None:
+        return _capped_attention(q_NHQD, k_NKLD, v_NKLD, mask, is_causal, params, sinks_HQ)
     if sinks_HQ is None:
         return F.scaled_dot_product_attention(
             q_NHQD, k_NKLD, v_NKLD, mask, is_causal=is_causal, scale=scale, enable_gqa=True
@@ -155,12 +159,46 @@ def _attention(
     return out_NHQD * torch.sigmoid(lse_NHQ - sinks_HQ)[..., None].to(out_NHQD.dtype)
 
 
+def _capped_attention(
+    q_NHQD: Tensor,
+    k_NKLD: Tensor,
+    v_NKLD: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    params: AttentionParams,
+    sinks_HQ: Tensor | None,
+) -> Tensor:
+    """The same with a soft cap, which torch's attention does not know: one kv head after the other,
+    so that only the scores of its heads are held."""
+    assert params.soft_cap is not None, params
+    num_queries, num_keys = q_NHQD.shape[2], k_NKLD.shape[2]
+    if is_causal:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_()
+    out_NHQD, group = torch.empty_like(q_NHQD), q_NHQD.shape[1] // k_NKLD.shape[1]
+    for kv_head in range(k_NKLD.shape[1]):
+        here = slice(kv_head * group, (kv_head + 1) * group)
+        k_N1LD, v_N1LD = k_NKLD[:, kv_head : kv_head + 1], v_NKLD[:, kv_head : kv_head + 1]
+        scores_NGQL = (q_NHQD[:, here] @ k_N1LD.transpose(2, 3)).float()
+        scores_NGQL.mul_(params.scale / params.soft_cap).tanh_().mul_(params.soft_cap)
+        if mask is not None and mask.dtype == torch.bool:
+            scores_NGQL.masked_fill_(~mask, -torch.inf)
+        elif mask is not None:
+            scores_NGQL.add_(mask)
+        if sinks_HQ is None:
+            weights_NGQL = scores_NGQL.softmax(-1)
+        else:
+            sinks_NGQ1 = sinks_HQ[here, :, None].expand(len(scores_NGQL), group, num_queries, 1)
+            weights_NGQL = torch.cat((scores_NGQL, sinks_NGQ1), dim=-1).softmax(-1)[..., :-1]
+        out_NHQD[:, here] = weights_NGQL.to(v_N1LD.dtype) @ v_N1LD
+    return out_NHQD
+
+
 def _decode(
     q_NHD: Tensor,
     k_cache_BKSD: Tensor,
     v_cache_BKSD: Tensor,
     group: _DecodeGroup,
-    scale: float,
+    params: AttentionParams,
     sinks_H: Tensor | None,
     scales: CacheScales | None,
 ) -> Tensor:
@@ -175,7 +213,7 @@ def _decode(
         _gather(v_cache_BKSD, lines, size, num_keys, dtype, v_scales_BKS),
         None if group.mask_N11L is None else group.mask_N11L.to(dtype),
         False,
-        scale,
+        params,
         None if sinks_H is None else sinks_H.view(num_kv_heads, -1),
     )
     return out_NKGD.reshape(q_NHD.shape)
@@ -201,13 +239,18 @@ def _gather(
 
 
 def _make_plan(
-    batch: ForwardBatch, num_grouped: int, num_kv_heads: int, block_size: int, window: int | None
+    batch: ForwardBatch,
+    num_grouped: int,
+    num_kv_heads: int,
+    block_size: int,
+    params: AttentionParams,
 ) -> _Plan:
     """In numpy, whose small operations cost less than torch's."""
     rows_N, kv_lens_N = batch.rows_N.numpy(), batch.kv_lens_N.numpy()
     table_RM, starts_N1 = batch.block_table_RM.numpy(), batch.query_starts_N1.numpy()
     groups = []
-    for entries in group_by_length(kv_lens_N[:num_grouped].tolist(), window):
+    ends_N = kv_lens_N[:num_grouped].astype(np.int64)
+    for entries in group_by_length((ends_N - _first_key(ends_N - 1, params)).tolist()):
         is_all = len(entries) == num_grouped
         tokens = slice(0, len(entries)) if is_all else torch.tensor(entries)
         groups.append(
@@ -217,7 +260,7 @@ def _make_plan(
                 kv_lens_N[entries].astype(np.int64),
                 num_kv_heads,
                 block_size,
-                window,
+                params,
             )
         )
     prefills = []
@@ -225,7 +268,7 @@ def _make_plan(
         start, end, kv_len = int(starts_N1[entry]), int(starts_N1[entry + 1]), int(kv_lens_N[entry])
         blocks_M = table_RM[rows_N[entry]].astype(np.int64)
         prefills.append(
-            _plan_prefill(start, end, blocks_M, kv_len, num_kv_heads, block_size, window)
+            _plan_prefill(start, end, blocks_M, kv_len, num_kv_heads, block_size, params)
         )
     return _Plan(groups, prefills)
 
@@ -236,9 +279,17 @@ def _lines(blocks_NM: Int64s, num_kv_heads: int) -> Tensor:
     return torch.from_numpy(lines_NKM.ravel())
 
 
-def group_by_length(kv_lens: list[int], window: int | None) -> list[list[int]]:
-    """Entries of similar length together, each group in ascending order of entry."""
-    seen = [kv_len if window is None else min(kv_len, window) for kv_len in kv_lens]
+def _first_key(position: Any, params: AttentionParams) -> Any:
+    """The first key that a query sees; of a number, or of an array of them."""
+    if params.window is None:
+        return position * 0
+    if params.has_chunks:
+        return position // params.window * params.window
+    return np.maximum(position - params.window + 1, 0)
+
+
+def group_by_length(seen: list[int]) -> list[list[int]]:
+    """Entries that see about as many keys together, each group in ascending order of entry."""
     groups: list[list[int]] = []
     longest = 0
     for entry in sorted(range(len(seen)), key=seen.__getitem__, reverse=True):
@@ -255,10 +306,10 @@ def _plan_decode(
     kv_lens_N: Int64s,
     num_kv_heads: int,
     block_size: int,
-    window: int | None,
+    params: AttentionParams,
 ) -> _DecodeGroup:
     kv_lens_N1 = kv_lens_N[:, None]
-    first_key_N1 = kv_lens_N1 * 0 if window is None else np.maximum(kv_lens_N1 - window, 0)
+    first_key_N1 = _first_key(kv_lens_N1 - 1, params)
     first_block_N1 = first_key_N1 // block_size
     num_blocks = int((-(-kv_lens_N1 // block_size) - first_block_N1).max())
     # A shorter entry of the group reads on into blocks that the mask hides, inside the table.
@@ -284,22 +335,22 @@ def _plan_prefill(
     kv_len: int,
     num_kv_heads: int,
     block_size: int,
-    window: int | None,
+    params: AttentionParams,
 ) -> _Prefill:
-    num_queries = end - start
+    num_queries, window = end - start, params.window
     if kv_len == num_queries and (window is None or window >= kv_len):
         lines = _lines(blocks_M[None, : -(-kv_len // block_size)], num_kv_heads)
         return _Prefill(start, end, lines, kv_len, None)
 
     first_position = kv_len - num_queries
-    first_block = 0
-    if window is not None:
-        first_block = max(0, first_position - window + 1) // block_size
+    first_block = int(_first_key(first_position, params)) // block_size
     first_key = first_block * block_size
     # Compared as they are: a difference would be eight bytes for each query and key.
     query_Q1, key_L = np.arange(first_position, kv_len)[:, None], np.arange(first_key, kv_len)
     seen_QL = query_Q1 >= key_L
-    if window is not None:
+    if params.has_chunks:
+        seen_QL &= key_L >= _first_key(query_Q1, params)
+    elif window is not None:
         seen_QL &= query_Q1 < key_L + window
     lines = _lines(blocks_M[None, first_block : -(-kv_len // block_size)], num_kv_heads)
     return _Prefill(start, end, lines, kv_len - first_key, torch.from_numpy(seen_QL))

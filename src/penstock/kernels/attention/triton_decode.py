@@ -134,6 +134,30 @@ def decode_config(
     )
 
 
+def cap_log2(params: AttentionParams) -> float:
+    """Of scores whose exponentials are powers of two; 0: they are not capped."""
+    return (params.soft_cap or 0.0) * LOG2_E
+
+
+@triton.jit
+def capped_log2(scores, CAP_LOG2: tl.constexpr):
+    """cap * tanh(scores / cap), of which tanh(u) = 2 / (1 + e^-2u) - 1."""
+    if CAP_LOG2 != 0.0:
+        FASTER: tl.constexpr = -2.0 * _LOG2_E / CAP_LOG2
+        scores = CAP_LOG2 * (2.0 / (1.0 + tl.exp2(scores * FASTER)) - 1.0)
+    return scores
+
+
+@triton.jit
+def first_seen(kv_len, window, HAS_CHUNKS: tl.constexpr):
+    """The first key that the last token of a sequence sees."""
+    if HAS_CHUNKS:
+        first = (kv_len - 1) // window * window
+    else:
+        first = tl.maximum(0, kv_len - window)
+    return first
+
+
 @triton.jit
 def span(num_keys, SPLITS: tl.constexpr, MIN_SPAN: tl.constexpr, TILE: tl.constexpr):
     """Keys per split, a multiple of TILE: a few splits while these are short, then more of them."""
@@ -164,7 +188,7 @@ def _attend_plain(
     q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
     scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr,
+    TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`."""
     cols = tl.arange(0, BLOCK_D)[None, None, :]
@@ -185,6 +209,7 @@ def _attend_plain(
         if HAS_SCALES:
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
+        scores = capped_log2(scores, CAP_LOG2)
         p, alpha, m, total = _softmax(scores, inside & (keys >= seen_from), m, total)
         if HAS_SCALES:
             p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
@@ -242,7 +267,8 @@ def _attend_pairs(
     q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
     seen_from, scale_log2, stride_b, stride_s,
     S: tl.constexpr, P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
-    TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
+    TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr, CAP_LOG2: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, of an 8-bit cache seen as P pairs a head: with scales INT8, else FP8."""
     dtype: tl.constexpr = q_even.dtype
@@ -267,6 +293,7 @@ def _attend_pairs(
         if HAS_SCALES:
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
+        scores = capped_log2(scores, CAP_LOG2)
         p, alpha, m, total = _softmax(scores, inside & (keys >= seen_from), m, total)
         if HAS_SCALES:
             p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
@@ -286,7 +313,7 @@ def _attend(
     scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, W: tl.constexpr,
-    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr,
+    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
     if IN_PAIRS:
@@ -297,13 +324,14 @@ def _attend(
         m, total, even, odd = _attend_pairs(
             q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
             seen_from, scale_log2, stride_b, stride_s, S, D // 2, BLOCK_G, BLOCK_D // 2, TILE,
-            W, HAS_SCALES, ON_GPU,
+            W, HAS_SCALES, CAP_LOG2, ON_GPU,
         )  # fmt: skip
         acc = tl.interleave(even, odd)
     else:
         m, total, acc = _attend_plain(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
             scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, HAS_SCALES,
+            CAP_LOG2,
         )  # fmt: skip
     return m, total, acc
 
@@ -338,7 +366,8 @@ def _decode(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CHUNKS: tl.constexpr,
+    CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (k, n, p) takes the p-th split of sequence n and kv head k / PARTS, of whose query
     heads it has BLOCK_G.
@@ -354,7 +383,7 @@ def _decode(
     kv_len = tl.load(kv_lens_ptr + entry)
     row = tl.load(rows_ptr + entry).to(tl.int64)
     wait_for_previous(PDL)
-    seen_from = tl.maximum(0, kv_len - window)
+    seen_from = first_seen(kv_len, window, HAS_CHUNKS)
     first = seen_from // TILE * TILE
 
     g = tl.program_id(0) % PARTS * BLOCK_G + tl.arange(0, BLOCK_G)
@@ -377,7 +406,7 @@ def _decode(
         m, total, acc = _attend(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, kv_len, seen_from,
             scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS, HAS_SCALES,
-            ON_GPU,
+            CAP_LOG2, ON_GPU,
         )  # fmt: skip
         _store(
             to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, dtype, HAS_SINKS
@@ -392,7 +421,7 @@ def _decode(
                 q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start,
                 tl.minimum(start + keys_each, kv_len), seen_from,
                 scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
-                HAS_SCALES, ON_GPU,
+                HAS_SCALES, CAP_LOG2, ON_GPU,
             )  # fmt: skip
             if num_splits == 1:
                 _store(
@@ -411,7 +440,7 @@ def reduce_splits(
     partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, sinks_ptr, out_scale_ptr, window,
     dtype: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_ONE_DONE: tl.constexpr, PDL: tl.constexpr,
+    IS_ONE_DONE: tl.constexpr, PDL: tl.constexpr, HAS_CHUNKS: tl.constexpr = False,
 ):  # fmt: skip
     """out[n, h] = sum over splits of partial * 2^lse / (sum over splits of 2^lse + e^sink).
 
@@ -422,7 +451,7 @@ def reduce_splits(
     entry = tl.program_id(1).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + entry)  # of the step, as above
     wait_for_previous(PDL)
-    num_keys = kv_len - tl.maximum(0, kv_len - window) // TILE * TILE
+    num_keys = kv_len - first_seen(kv_len, window, HAS_CHUNKS) // TILE * TILE
     num_splits = tl.cdiv(num_keys, span(num_keys, SPLITS, MIN_SPAN, TILE))
     if IS_ONE_DONE and num_splits == 1:
         return
@@ -505,7 +534,8 @@ def decode(
         K=num_kv_heads, G=group, D=head_size, S=block_size, BLOCK_G=block_g, BLOCK_D=block_d,
         TILE=c.tile, W=min(c.num_warps, c.tile // 16), MIN_SPAN=c.min_span, SPLITS=c.max_splits,
         DIRECT=is_direct, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
-        HAS_SCALES=scales is not None, ON_GPU=q_NHD.is_cuda,
+        HAS_SCALES=scales is not None, HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
+        ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
     set_carveout(kernel, c.carveout)
@@ -514,5 +544,5 @@ def decode(
             partial, lse, out_NHD, kv_lens_N, sinks, out_scale_1, window,
             dtype=TRITON_DTYPES[q_NHD.dtype], H=num_heads, D=head_size, BLOCK_D=block_d,
             TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None,
-            IS_ONE_DONE=True, num_warps=4, **launch_options(q_NHD),
+            IS_ONE_DONE=True, HAS_CHUNKS=params.has_chunks, num_warps=4, **launch_options(q_NHD),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
-from penstock.kernels.attention.triton_decode import LOG2_E
+from penstock.kernels.attention.triton_decode import LOG2_E, cap_log2, capped_log2
 from penstock.kernels.hopper import HopperKernels
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -62,6 +62,7 @@ def _attend(
     end_key, kv_len, scale_log2, window, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [first_key, end_key) into every row's running maximum, total and values.
 
@@ -87,12 +88,15 @@ def _attend(
             known = keys < kv_len
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=known, other=0.0)[None, :]
+        scores = capped_log2(scores, CAP_LOG2)
         if MASKED:
             age = positions[:, None] - keys[None, :]
             # Finite, so that a row that sees nothing of its first tile stays free of NaN; and after
             # the scaling, which must not be fused into the difference below: for such a row that
             # would be the rounding error of -1e30 instead of 0.
-            seen = (age >= 0) & (age < window) if HAS_WINDOW else age >= 0
+            seen = (age >= 0) & (age < window) if HAS_WINDOW and not HAS_CHUNKS else age >= 0
+            if HAS_CHUNKS:
+                seen &= keys[None, :] >= (positions // window * window)[:, None]
             scores = tl.where(seen, scores, -1.0e30)
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         alpha = tl.exp2(m - m_new)
@@ -112,7 +116,7 @@ def _prefill(
     first_entry, scale_log2, v_scale, window, stride_qt, stride_b, stride_s, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, k, n): the i-th last tile of rows of entry first_entry + n, for kv head k.
 
@@ -154,19 +158,21 @@ def _prefill(
     m = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    if HAS_WINDOW:
+    if HAS_CHUNKS:
+        masked_from = first_position // window * window // TILE * TILE
+    elif HAS_WINDOW:
         masked_from = tl.maximum(0, first_position - window + 1) // TILE * TILE
     else:
         masked_from = (first_position + 1) // TILE * TILE
         m, total, acc = _attend(
             q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, 0,
             masked_from, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
-            False, False, HAS_SCALES,
+            False, False, HAS_SCALES, False, CAP_LOG2,
         )  # fmt: skip
     m, total, acc = _attend(
         q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
         masked_from, end_key, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
-        True, HAS_WINDOW, HAS_SCALES,
+        True, HAS_WINDOW, HAS_SCALES, HAS_CHUNKS, CAP_LOG2,
     )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks_ptr + heads) * _LOG2_E - m)
@@ -198,7 +204,7 @@ def prefill(
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
     assert q_THD.stride()[1:] == (head_size, 1) and out_THD.is_contiguous(), q_THD.stride()
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
-    hopper = _HOPPER.module(q_THD) if config is None else None
+    hopper = _HOPPER.module(q_THD) if config is None and params.is_plain else None
     if hopper is not None and hopper.fits(q_THD, k_cache_BKSD):
         try:
             hopper.prefill(
@@ -224,6 +230,6 @@ def prefill(
         K=num_kv_heads, G=group, D=head_size, S=block_size,
         BLOCK_D=triton.next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
         HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,
-        HAS_SCALES=scales is not None,
+        HAS_SCALES=scales is not None, HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_THD),
     )  # fmt: skip

@@ -28,6 +28,11 @@ INLINE floats scores_of(const float *q, const float *keys, int64_t size) {
   return sum_each(partial);
 }
 
+/* cap * tanh(x / cap), of which tanh(u) = 1 - 2 / (e^2u + 1). */
+INLINE floats capped(floats x, float cap) {
+  return cap - 2.0f * cap / (exp_of(x * (2.0f / cap)) + 1.0f);
+}
+
 /* Scores -> their exponentials relative to the largest so far, whose sum goes to `total`. Returns
    what is left of sums relative to the largest before. */
 INLINE float soften(float *scores, int64_t num_scores, float *largest, float *total) {
@@ -88,7 +93,7 @@ INLINE void add_values(const float *weights, int64_t stride, const float *fades,
 INLINE void attend(const float *q, const float *k_cache, const float *v_cache,
                    const int32_t *table, float *out, int64_t first, int64_t last,
                    int64_t num_queries, int64_t size, int64_t block_size, int64_t block_stride,
-                   float scale, const float *sinks) {
+                   float scale, float cap, const float *sinks) {
   float scores[num_queries][block_size], largest[num_queries], total[num_queries];
   float fades[num_queries];
   for (int64_t g = 0; g < num_queries; g++) {
@@ -103,8 +108,10 @@ INLINE void attend(const float *q, const float *k_cache, const float *v_cache,
     const int64_t from = begin / LANES * LANES, until = (end + LANES - 1) / LANES * LANES;
     for (int64_t i = from; i < until; i += LANES) {
       expect(v_cache + at + i * size, LANES * size);
-      for (int64_t g = 0; g < num_queries; g++)
-        store(scores[g] + i, scores_of(q + g * size, k_cache + at + i * size, size) * scale);
+      for (int64_t g = 0; g < num_queries; g++) {
+        const floats found = scores_of(q + g * size, k_cache + at + i * size, size) * scale;
+        store(scores[g] + i, cap == 0.0f ? found : capped(found, cap));
+      }
     }
     if (base + block_size < last)
       expect(k_cache + table[block + 1] * block_stride, block_size * size);
@@ -126,8 +133,15 @@ typedef struct {
   const int32_t *rows, *kv_lens, *table;
   float *out;
   int64_t q_stride, num_heads, num_kv_heads, size, block_size, block_stride, table_width, window;
-  float scale;
+  int64_t has_chunks;
+  float scale, cap;
 } Decode;
+
+/* The first of a sequence's keys that its last token sees. */
+INLINE int64_t first_key(const Decode *d, int64_t length) {
+  if (d->has_chunks) return (length - 1) / d->window * d->window;
+  return length > d->window ? length - d->window : 0;
+}
 
 /* Item i is kv head i % K of entry i / K. */
 INLINE void attend_items(const Decode *d, int64_t first, int64_t last, int64_t size) {
@@ -138,8 +152,8 @@ INLINE void attend_items(const Decode *d, int64_t first, int64_t last, int64_t s
     attend(d->q + entry * d->q_stride + head * group * size, d->k_cache + plane,
            d->v_cache + plane, d->table + d->rows[entry] * d->table_width,
            d->out + (entry * d->num_heads + head * group) * size,
-           length > d->window ? length - d->window : 0, length, group, size, d->block_size,
-           d->block_stride, d->scale, d->sinks ? d->sinks + head * group : NULL);
+           first_key(d, length), length, group, size, d->block_size, d->block_stride, d->scale,
+           d->cap, d->sinks ? d->sinks + head * group : NULL);
   }
 }
 
@@ -155,17 +169,19 @@ static void attend_heads(const void *job, int64_t first, int64_t last) {
 }
 
 /* q and out [N, H, D] (q with a stride), caches [B, K, S, D]; entry n is row rows[n] of the block
-   table, kv_lens[n] tokens long, and sees the last `window` of them. `sinks` [H] may be NULL. */
+   table, kv_lens[n] tokens long, and sees the last `window` of them; with `has_chunks`, those from
+   the last multiple of `window` on. `sinks` [H] may be NULL, and `cap` 0: scores are not capped. */
 void decode_attention(const float *q, int64_t q_stride, const float *k_cache, const float *v_cache,
                       const int32_t *rows, const int32_t *kv_lens, const int32_t *table,
                       const float *sinks, float *out, int64_t num_entries, int64_t num_heads,
                       int64_t num_kv_heads, int64_t size, int64_t block_size, int64_t block_stride,
-                      int64_t table_width, int64_t window, float scale) {
+                      int64_t table_width, int64_t window, int64_t has_chunks, float scale,
+                      float cap) {
   const Decode job = {q,     k_cache,  v_cache,      sinks,       rows,         kv_lens,
                       table, out,      q_stride,     num_heads,   num_kv_heads, size,
-                      block_size, block_stride, table_width, window, scale};
+                      block_size, block_stride, table_width, window, has_chunks, scale, cap};
   int64_t num_keys = 0;
-  for (int64_t i = 0; i < num_entries; i++) num_keys += kv_lens[i] < window ? kv_lens[i] : window;
+  for (int64_t i = 0; i < num_entries; i++) num_keys += kv_lens[i] - first_key(&job, kv_lens[i]);
   const int64_t num_items = num_entries * num_kv_heads;
   const int64_t smallest = 1 + WORTHWHILE * num_items / (num_keys * num_heads * size);
   in_chunks(attend_heads, &job, num_items, smallest);

@@ -11,7 +11,7 @@ FUNCTIONS = {
     "rms_norm": "pi pp pp iif",
     "silu_mul": "pi p ii",
     "rope_kv_write": "pipp f ppp ppp iiiiiiii",
-    "decode_attention": "pi pp ppp pp iiiiiiii f",
+    "decode_attention": "pi pp ppp pp iiiiiiiii ff",
     "decode_inputs": "pppp pppp iii",
     "argmax": "pi p ii",
     "run_calls": "pi",
