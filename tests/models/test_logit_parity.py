@@ -69,6 +69,55 @@ CASES = {
         "deepseek_v3",
         {"first_k_dense_replace": 3, "q_lora_rank": None, "kv_lora_rank": 80, "v_head_dim": 40},
     ),
+    "gemma2": ("gemma2", {}),
+    "gemma2 tight caps, no window in the first layer, untied": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma2 no caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3_text": ("gemma3_text", {}),
+    "gemma3_text as the release, six layers": (
+        "gemma3_text",
+        {
+            "layer_types": None,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma3_text bias, capped logits": (
+        "gemma3_text",
+        {"attention_bias": True, "final_logit_softcapping": 5.0, "head_dim": 32},
+    ),
+    "glm, wholly rotated, tied": (
+        "glm",
+        {"tie_word_embeddings": True, "rope_parameters": {"partial_rotary_factor": 1.0}},
+    ),
+    "glm4": ("glm4", {}),
+    "glm4 no bias, wide heads": ("glm4", {"attention_bias": False, "head_dim": 32}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe groups, bias, no norms, two shared": (
+        "glm4_moe",
+        {
+            "n_group": 3,
+            "topk_group": 2,
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss as the release": (
         "gpt_oss",

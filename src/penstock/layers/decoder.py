@@ -24,13 +24,19 @@ from penstock.layers.moe import Experts, MoE, Router, experts_or_mlp
 from penstock.layers.norm import ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec, first_of_each
-from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, Rules, fuse, rules
+from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, Rules, fuse, rename, rules
 
 _FUSED = rules(
     fuse("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     fuse("gate_up_proj", ("gate_proj", "up_proj")),
 )
 DECODER_WEIGHTS = DECODER_NAMES + _FUSED
+# What Gemma calls norms; before the names of others, which mean another norm by one of these.
+SANDWICH_NAMES = rules(
+    rename("post_attention_layernorm", "attention_out_norm"),
+    rename("pre_feedforward_layernorm", "post_norm"),
+    rename("post_feedforward_layernorm", "mlp_out_norm"),
+)
 MOE_WEIGHTS = DECODER_NAMES + MOE_NAMES + _FUSED
 
 

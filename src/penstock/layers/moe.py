@@ -149,7 +149,8 @@ class Experts(nn.Module):
 
 class MoE(nn.Module):
     """`shared_intermediate_size`: of the expert that every token goes through; 0: there is none.
-    `shared_gate`: its output is multiplied by a sigmoid of the input."""
+    `shared_gate`: its output is multiplied by a sigmoid of the input.
+    `scales_inputs`: a token has one expert, and its weight multiplies what that is given."""
 
     def __init__(
         self,
@@ -165,9 +166,11 @@ class MoE(nn.Module):
         correction: bool = False,
         shared_intermediate_size: int = 0,
         shared_gate: bool = False,
+        scales_inputs: bool = False,
     ) -> None:
         super().__init__()
-        self.routing = routing
+        assert not scales_inputs or routing.num_active == 1, routing
+        self.routing, self.scales_inputs = routing, scales_inputs
         self.router = Router(
             hidden_size, num_experts, bias=router_bias, correction=correction, build=build
         )
@@ -196,7 +199,11 @@ class MoE(nn.Module):
             self.experts.slot_of_E,
             self.experts.load_S,
         )
-        y_TD = self.experts(x_TD, slots_TK, weights_TK)
+        routed_TD = x_TD
+        if self.scales_inputs:
+            routed_TD = x_TD * weights_TK.to(x_TD.dtype)
+            weights_TK = torch.ones_like(weights_TK)
+        y_TD = self.experts(routed_TD, slots_TK, weights_TK)
         if self.shared is not None:
             wanted = self.shared.input_format(batch.num_tokens)
             shared_TD = self.shared(converted(x_TD, wanted), batch)
@@ -205,7 +212,7 @@ class MoE(nn.Module):
 
 
 def experts_or_mlp(spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP | MoE:
-    """A gated MLP, or experts where the spec has them. The shared expert, if any, has a gate."""
+    """A gated MLP, or experts where the spec has them."""
     moe = spec.moe
     if moe is None or not moe.layers[layer]:
         return GatedMLP(
@@ -219,8 +226,18 @@ def experts_or_mlp(spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP
         spec.hidden_size,
         moe.num_experts,
         moe.intermediate_size,
-        routing=Routing(num_active=moe.num_active, renormalize=moe.renormalize),
+        routing=Routing(
+            num_active=moe.num_active,
+            score=moe.score,
+            renormalize=moe.renormalize,
+            scale=moe.scale,
+            num_groups=moe.num_groups,
+            num_active_groups=moe.num_active_groups,
+            num_best=moe.num_best,
+        ),
         build=build,
+        correction=moe.has_correction,
         shared_intermediate_size=moe.shared_intermediate_size,
-        shared_gate=moe.shared_intermediate_size > 0,
+        shared_gate=moe.has_shared_gate,
+        scales_inputs=moe.scales_inputs,
     )

@@ -1,11 +1,8 @@
 """DeepSeek V2, V3 and R1: latent attention; after the first layers, experts beside shared ones."""
 
-from penstock.kernels.moe import Routing
 from penstock.layers.context import LayerContext
 from penstock.layers.decoder import Decoder
 from penstock.layers.mla import LatentAttention
-from penstock.layers.mlp import GatedMLP
-from penstock.layers.moe import MoE
 from penstock.layers.rope import Rope, score_factor
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import (
@@ -57,28 +54,4 @@ class DeepseekForCausalLM(Decoder):
             rope=rope,
             build=build,
             bias=spec.attention_bias,
-        )
-
-    def mlp(self, spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP | MoE:
-        moe = spec.moe
-        assert moe is not None, spec
-        if not moe.layers[layer]:
-            return GatedMLP(spec.hidden_size, spec.intermediate_size, bias=False, build=build)
-        routing = Routing(
-            num_active=moe.num_active,
-            score=moe.score,
-            renormalize=moe.renormalize,
-            scale=moe.scale,
-            num_groups=moe.num_groups,
-            num_active_groups=moe.num_active_groups,
-            num_best=moe.num_best,
-        )
-        return MoE(
-            spec.hidden_size,
-            moe.num_experts,
-            moe.intermediate_size,
-            routing=routing,
-            build=build,
-            correction=moe.score == "sigmoid",
-            shared_intermediate_size=moe.shared_intermediate_size,
         )

@@ -61,6 +61,7 @@ def _moe(defaults: _Experts, config: Fields, num_layers: int) -> MoeSpec:
             config.count("topk_group", 4 if is_corrected else None) if has_groups else 1
         ),
         num_best=2 if is_corrected else 1,
+        has_correction=is_corrected,
         shared_intermediate_size=intermediate_size
         * config.count("n_shared_experts", defaults.num_shared, least=0),
     )

@@ -89,6 +89,7 @@ def experts(
                 config.flag("norm_topk_prob", norm_topk) if renormalize is None else renormalize
             ),
             shared_intermediate_size=shared_size,
+            has_shared_gate=shared_size > 0,
             gate_limit=limit,
         )
 

@@ -60,6 +60,18 @@ def in_every_second_layer(default: int) -> WindowReader:
     return read
 
 
+def in_all_but_every_nth_layer(name: str, n: int, default: int) -> WindowReader:
+    """`name`: of the field with another n. Where `layer_types` says nothing."""
+
+    def read(config: Fields, num_layers: int) -> Windows:
+        window, every = config.count("sliding_window", default), config.count(name, n)
+        if (kinds := config.texts("layer_types")) is None:
+            return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+        return _by_kind(config, kinds, window, num_layers)
+
+    return read
+
+
 def _by_layer_if_used(
     config: Fields, num_layers: int, has_window: Callable[[int, int], bool]
 ) -> Windows:

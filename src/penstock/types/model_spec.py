@@ -118,6 +118,9 @@ class MoeSpec:
     shared_intermediate_size: int = (
         0  # of the expert that every token goes through; 0: there is none
     )
+    has_shared_gate: bool = False  # what that one gives is multiplied by a sigmoid of the input
+    has_correction: bool = False  # a number per expert counts for the choice alone
+    scales_inputs: bool = False  # a token's weight multiplies what its (only) expert is given
     gate_limit: float | None = None  # of what an expert's gate and up projections give
 
 
