@@ -12,7 +12,11 @@ from local_engine import LocalEngine
 from paged_driver import load_model
 from safetensors.torch import load_file, save_file
 
+from penstock.config.resolve import resolve
+from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
+from penstock.kernels.device import probe
+from penstock.models.spec import parse_model_spec
 
 SETTINGS = {"device": "cpu", "num_threads": 1, "dtype": "bfloat16"}
 BLOCKS = {"tokens_per_block": 16, "max_tokens": 1024}
@@ -52,12 +56,21 @@ def folder(plain, tmp_path, case) -> Path:
     return tmp_path
 
 
-@CASES
+@pytest.mark.parametrize("case", [case for case in SCHEMES if case != "int8"])
 def test_another_cache_is_refused_by_its_name(folder, case):
     wanted = f"a KV cache in {SCHEMES[case][1]}, which is not supported; set kv_cache_config.dtype"
     with pytest.raises(ConfigError) as refusal:
         LocalEngine(folder, **SETTINGS, kv_cache_config=BLOCKS)
     assert wanted in str(refusal.value)
+
+
+@pytest.mark.parametrize("case", ["int8"])
+def test_int8_is_ours_with_finer_scales(folder, case):
+    spec = parse_model_spec(folder)
+    asked = EngineConfig(model=str(folder), **SETTINGS)
+    assert resolve(asked, spec, probe(), str(folder)).kv_dtype == "int8"
+    engine = LocalEngine(folder, **SETTINGS, kv_cache_config=BLOCKS)
+    assert [len(tokens) for tokens in engine.generate([[5, 6, 7]], 4)] == [4]
 
 
 @CASES

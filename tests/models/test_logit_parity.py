@@ -151,6 +151,28 @@ CASES = {
     "llama rope linear": ("llama", {"rope_parameters": LINEAR}),
     "llama rope dynamic": ("llama", {"rope_parameters": DYNAMIC}),
     "llama rope yarn": ("llama", {"rope_parameters": YARN}),
+    "llama4_text": ("llama4_text", {}),
+    "llama4_text as Maverick, every second layer with experts, llama3 rope": (
+        "llama4_text",
+        {
+            "moe_layers": None,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 2,
+            "num_hidden_layers": 4,
+            "use_qk_norm": False,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "llama4_text bias, no growth, tied": (
+        "llama4_text",
+        {
+            "attention_bias": True,
+            "attn_temperature_tuning": False,
+            "attention_chunk_size": 5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral": ("mistral", {}),
     "mistral window": ("mistral", {"sliding_window": 5}),
     "mixtral": ("mixtral", {}),

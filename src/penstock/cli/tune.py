@@ -67,14 +67,13 @@ def _shape(name: str) -> "Shape":
 
 
 def _experts(spec: "ModelSpec") -> "Layer | None":
-    """None: there are none, or weight-only ones, whose kernels have no entries."""
+    """None: there are none, or weight-only ones, whose kernels have no entries, or some of them."""
     from penstock.kernels.moe.tuning import Format, Layer
     from penstock.types.model_spec import W8A8Spec
 
     format: Format
-    if spec.moe is None or (
-        spec.quantization is not None and spec.quantization.weight_only is not None
-    ):
+    found = spec.quantization
+    if spec.moe is None or (found is not None and (found.weight_only or found.mixed)):
         return None
     match spec.quantization and spec.quantization.format:
         case "mxfp4":

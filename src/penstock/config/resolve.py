@@ -185,14 +185,15 @@ def _quantization(
 ) -> str | None:
     """What is asked for, where checkpoint and device have it."""
     asked, found = config.quantization, spec.quantization
-    is_quantized = found is not None and (found.format is not None or found.weight_only is not None)
+    is_quantized = found is not None and found.is_quantized
     if asked is not None and (is_quantized or model_path.endswith(".gguf")):
         raise ConfigError(
             f"quantization is {asked}, but the checkpoint is quantized already; leave it out, or "
             "name the checkpoint that this one was made of"
         )
     if kind == "cuda" and (is_quantized or asked is not None):
-        _check_numbers(asked, found, device)
+        for part in [p.spec for p in found.mixed] if found is not None and found.mixed else [found]:
+            _check_numbers(asked, part, device)
     return asked
 
 
@@ -244,6 +245,8 @@ def _kv_dtype(
         return dtype, "set by kv_cache_config.dtype"
     if made_for is None:
         return dtype, "the number format the model computes in"
+    if made_for == "INT8" and spec.latent is None:
+        return "int8", "the checkpoint is made for it; scales are found by token and head"
     if made_for != _FP8:
         raise ConfigError(
             f"the checkpoint is made for a KV cache in {made_for}, which is not supported; set "

@@ -22,6 +22,7 @@ from penstock.layers.rope import Rope
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Piece, Shard, Span, split_heads
 from penstock.types.cache_spec import FullKV
+from penstock.types.model_spec import QueryGrowth
 
 
 class Attention(CachedLayer):
@@ -29,7 +30,9 @@ class Attention(CachedLayer):
 
     `qk_norm_eps`: query and key heads are normalized before the rotation.
     `gated`: a head's output is multiplied by a sigmoid of one more projection of the input.
-    `zero_centered_norms`: of queries and keys, see `RMSNorm`.
+    `zero_centered_norms`: of queries and keys, see `RMSNorm`. `has_norm_weights` False: both are
+    scaled to one and by nothing else.
+    `query_growth`: queries are multiplied by a number that follows from their position.
     `has_chunks`: the window begins at the last multiple of w that is not behind the token.
     `scale`: of the scores; None is by the head size. `soft_cap`: they become cap * tanh(s / cap).
     `sinks`: each head has a score that takes part in the softmax and has no value.
@@ -54,6 +57,8 @@ class Attention(CachedLayer):
         sinks: bool = False,
         gated: bool = False,
         zero_centered_norms: bool = False,
+        has_norm_weights: bool = True,
+        query_growth: QueryGrowth | None = None,
     ) -> None:
         super().__init__()
         self.head_size = head_size
@@ -81,11 +86,15 @@ class Attention(CachedLayer):
         self.qk_norm_eps = qk_norm_eps or 0.0
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if qk_norm_eps is not None:
+        self.norm_ones: Tensor | None = None  # in the place of both weights
+        if qk_norm_eps is not None and has_norm_weights:
             self.q_norm, self.k_norm = (
                 RMSNorm(head_size, qk_norm_eps, build, zero_centered=zero_centered_norms)
                 for _ in range(2)
             )
+        elif qk_norm_eps is not None:
+            self.norm_ones = torch.ones(head_size, dtype=build.dtype, device=build.device)
+        self.query_growth = query_growth
         self.num_heads = self.qkv_proj.num_heads
         self.num_kv_heads = self.qkv_proj.num_kv_heads
         self.sinks: Tensor | None = None
@@ -127,8 +136,8 @@ class Attention(CachedLayer):
         qkv_TND = self.qkv_proj(x_TC, batch).view(batch.num_tokens, -1, self.head_size)
         q_THD = rope_kv_write(
             qkv_TND,
-            self.q_norm.weight if self.q_norm is not None else None,
-            self.k_norm.weight if self.k_norm is not None else None,
+            self.q_norm.weight if self.q_norm is not None else self.norm_ones,
+            self.k_norm.weight if self.k_norm is not None else self.norm_ones,
             self.qk_norm_eps,
             self.rope.cos_sin_PR,
             batch.positions_T,
@@ -139,6 +148,8 @@ class Attention(CachedLayer):
             self.gated,
             *(self.token_scales or ()),
         )
+        if self.query_growth is not None:
+            q_THD = _grown(q_THD, batch.positions_T, self.query_growth)
         wanted = self.o_proj.input_format(batch.num_tokens)
         out_scale_1 = None
         if isinstance(wanted, Fp8Static) and not self.gated:
@@ -159,3 +170,9 @@ class Attention(CachedLayer):
         if out_scale_1 is not None:
             return self.o_proj(Fp8(out_TD, out_scale_1), batch)
         return self.o_proj(converted(out_TD, wanted), batch)
+
+
+def _grown(q_THD: Tensor, positions_T: Tensor, growth: QueryGrowth) -> Tensor:
+    intervals_T = torch.floor((positions_T.float() + 1.0) / growth.interval)
+    scale_T = torch.log1p(intervals_T) * growth.factor + 1.0
+    return (q_THD * scale_T[:, None, None]).to(q_THD.dtype)

@@ -87,7 +87,17 @@ def _quantized_as(block: nn.Module) -> Hashable:
 def grouped_query_attention(
     spec: ModelSpec, layer: int, rope: Rope, build: LayerContext, **further: Any
 ) -> Attention:
-    """The spec's attention; `further`: what `Attention` has that no spec says."""
+    """The spec's attention; `further`: what `Attention` has that no spec says, or otherwise."""
+    stated: dict[str, Any] = {
+        "qkv_bias": spec.attention_bias,
+        "out_bias": spec.attention_out_bias,
+        "qk_norm_eps": spec.norm_eps if spec.qk_norm else None,
+        "window": spec.window_of(layer),
+        "has_chunks": spec.has_chunks,
+        "scale": spec.attention_scale,
+        "soft_cap": spec.attention_soft_cap,
+        "zero_centered_norms": spec.zero_centered_norms,
+    }
     return Attention(
         spec.hidden_size,
         spec.num_heads,
@@ -95,15 +105,7 @@ def grouped_query_attention(
         spec.head_size,
         rope=rope,
         build=build,
-        qkv_bias=spec.attention_bias,
-        out_bias=spec.attention_out_bias,
-        qk_norm_eps=spec.norm_eps if spec.qk_norm else None,
-        window=spec.window_of(layer),
-        has_chunks=spec.has_chunks,
-        scale=spec.attention_scale,
-        soft_cap=spec.attention_soft_cap,
-        zero_centered_norms=spec.zero_centered_norms,
-        **further,
+        **(stated | further),
     )
 
 

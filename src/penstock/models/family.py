@@ -19,6 +19,7 @@ _MAX_EXPERTS = 1 << 16  # far more than any model has
 class Family:
     architecture: str
     vocab_size: int | None = None  # None: the file must say it
+    intermediate_size: int | None = None  # the same
     max_position: int = 32768
     num_heads: int | None = None  # None: the file must say it
     num_kv_heads: int | None = 32  # None: as many as query heads
@@ -40,6 +41,7 @@ class Family:
     sandwich_norms: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)  # where the file says nothing of it
     window_theta: float | None = None  # layers with a window have their own; None: they have not
+    rotates_windows_only: bool = False  # heads of layers without a window are not rotated
     num_nextn_predict_layers: int | None = None  # where that says nothing; None: there are none
     windows: WindowReader = full_attention
     latent: Callable[[Fields], LatentSpec] | None = None

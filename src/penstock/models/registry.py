@@ -42,6 +42,10 @@ _MODELS = {  # by model type
     "glm4_moe": _Entry("Glm4MoeForCausalLM", "glm4_moe", "Glm4MoeForCausalLM"),
     "gpt_oss": _Entry("GptOssForCausalLM", "gpt_oss", "GptOssForCausalLM"),
     "llama": _Entry("LlamaForCausalLM", "llama", "LlamaForCausalLM"),
+    "llama4": _Entry(
+        "Llama4ForConditionalGeneration", "llama4", "Llama4ForConditionalGeneration"
+    ),
+    "llama4_text": _Entry("Llama4ForCausalLM", "llama4", "Llama4ForCausalLM"),
     "mistral": _Entry("MistralForCausalLM", "llama", "LlamaForCausalLM"),
     "mixtral": _Entry("MixtralForCausalLM", "mixtral", "MixtralForCausalLM"),
     "phi3": _Entry("Phi3ForCausalLM", "phi3", "Phi3ForCausalLM"),

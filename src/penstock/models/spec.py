@@ -19,7 +19,7 @@ from penstock.models.gguf_config import config_of
 from penstock.models.registry import find_family, supported_architectures
 from penstock.models.rope_config import read_rope, read_window_rope
 from penstock.quantization.quant_config import parse_quantization
-from penstock.types.model_spec import ModelSpec, QuantSpec
+from penstock.types.model_spec import ModelSpec, QuantSpec, RopeSpec
 
 _MAX_LAYERS = 1 << 12  # far more than any model has
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -61,13 +61,16 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
     if not isinstance(original, int) or original < 1:  # an override may stand for it
         original = max_position
     rope, max_position = read_rope(config, family, head_size, max_position, original)
+    window_rope = read_window_rope(config, family)
+    if family.rotates_windows_only:
+        rope, window_rope = RopeSpec(kind="none"), rope
 
     spec = ModelSpec(
         architecture=family.architecture,
         model_type=config.text("model_type"),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=config.count("intermediate_size"),
+        intermediate_size=config.count("intermediate_size", family.intermediate_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -88,7 +91,7 @@ def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -
         num_nextn_predict_layers=num_nextn_predict_layers,
         window=next((window for window in windows if window is not None), None),
         layer_windows=windows,
-        window_rope=read_window_rope(config, family),
+        window_rope=window_rope,
         dtype=_dtype(config),
         bos_token_id=_bos_id(config, family),
         eos_token_ids=_eos_ids(generation, config, family, vocab_size),

@@ -75,7 +75,7 @@ def quantize(task: Task, watch: Watch) -> Report:
     folder = local_folder(task.model)
     spec = parse_model_spec(folder)
     found = spec.quantization
-    if found is not None and (found.format or found.weight_only):
+    if found is not None and found.is_quantized:
         raise ConfigError(
             f"'{task.model}' is quantized already; name the checkpoint that it was made of"
         )

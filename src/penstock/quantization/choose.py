@@ -7,8 +7,10 @@ from typing import Literal
 
 import torch
 
+from penstock.errors import ConfigError
 from penstock.hub.gguf_file import is_gguf
 from penstock.kernels.native import library
+from penstock.quantization.input_scales import InputScaled
 from penstock.quantization.mxfp4 import Mxfp4Experts
 from penstock.quantization.online import FORMATS, OnlineExperts, OnlineScheme
 from penstock.quantization.quant_config import any_excluded, is_excluded
@@ -53,6 +55,8 @@ def choose_schemes(
         )
     if online is not None:
         return _online(online, device)
+    if quantization is not None and quantization.mixed:
+        return _mixed(quantization, path, dtype, device, experts_by_reference)
     if quantization is not None and quantization.weight_only is not None:
         return _weight_only(
             quantization, is_exact and path is not None, device, experts_by_reference
@@ -62,10 +66,42 @@ def choose_schemes(
             tables=plain, linear=lambda names: plain, experts=lambda names: plain_experts
         )
     of_linear, of_experts = _schemes(quantization.format, has_kernel=device.type != "cpu")
+    if quantization.has_input_scales:
+        of_linear = InputScaled(of_linear)
     return Schemes(
         tables=plain,
         linear=lambda names: plain if is_excluded(quantization, names) else of_linear,
         experts=lambda names: plain_experts if is_excluded(quantization, names) else of_experts,
+    )
+
+
+def _mixed(
+    quantization: QuantSpec,
+    path: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts_by_reference: bool,
+) -> Schemes:
+    """Each part as a checkpoint of its own; a module of none is plain."""
+    plain = choose_schemes(None, None, dtype, device)
+    of_module = {}
+    for part in quantization.mixed:
+        schemes = choose_schemes(part.spec, path, dtype, device, experts_by_reference)
+        of_module |= dict.fromkeys(part.modules, schemes)
+
+    def of(names: Sequence[str]) -> Schemes:
+        found = [of_module.get(name, plain) for name in names]
+        if any(schemes is not found[0] for schemes in found):
+            raise ConfigError(
+                f"the checkpoint quantizes {', '.join(names[:4])} differently, which are "
+                "multiplied as one; this is not supported"
+            )
+        return found[0]
+
+    return Schemes(
+        tables=plain.tables,
+        linear=lambda names: of(names).linear(names),
+        experts=lambda names: of(names).experts(names),
     )
 
 
@@ -82,6 +118,8 @@ def _weight_only(
     elif is_exact and library() is not None:
         linear = CpuWeightOnlyScheme()
         experts = plain_experts if experts_by_reference else CpuWeightOnlyExperts()
+    if quantization.has_input_scales:
+        linear = InputScaled(linear)
     return Schemes(
         tables=plain,
         linear=lambda names: plain if any_excluded(quantization, names) else linear,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
-from penstock.types.model_spec import QuantSpec, W8A8Spec, WeightOnlySpec
+from penstock.types.model_spec import QuantPart, QuantSpec, W8A8Spec, WeightOnlySpec
 
 FP8_CACHE = "float8_e4m3fn"
 _BLOCK = [128, 128]
@@ -24,9 +24,12 @@ _SUPPORTED = (
     "FP8 (E4M3): static per-tensor scales (ModelOpt FP8; fp8 and compressed-tensors "
     "with static activations), dynamic per-token ones (ModelOpt FP8_PER_CHANNEL_PER_TOKEN; fp8 and "
     "compressed-tensors with dynamic activations), and blocks of 128 x 128 (weight_block_size); "
-    "experts in MXFP4; INT8 weights and activations (compressed-tensors); "
-    "weight-only INT4 and INT8 (AWQ, GPTQ, auto-round, compressed-tensors, bitsandbytes nf4 and "
-    "int8), in NVFP4 (ModelOpt, compressed-tensors), MXFP4 and FP8 (compressed-tensors)"
+    "experts in MXFP4; INT8 weights and activations (compressed-tensors, ModelOpt "
+    "W8A8_SQ_PER_CHANNEL); "
+    "weight-only INT4 and INT8 (AWQ, GPTQ, auto-round, compressed-tensors, ModelOpt W4A16_AWQ and "
+    "W4A8_AWQ, bitsandbytes nf4 and int8), in NVFP4 (ModelOpt NVFP4, NVFP4_AWQ and W4A8_NVFP4_FP8, "
+    "compressed-tensors), MXFP4 (compressed-tensors) and FP8 (compressed-tensors, ModelOpt "
+    "FP8_PB_WO); some layers in one and others in another (ModelOpt MIXED_PRECISION)"
 )
 
 
@@ -105,21 +108,62 @@ def _modelopt(raw: Mapping[str, Any]) -> QuantSpec:
     if cache_algorithm not in (None, "FP8", "NO_QUANT"):
         cache_dtype = str(cache_algorithm)  # what becomes of it is up to kv_cache_config.dtype
     excluded = _patterns(raw, "exclude_modules", "ignore")
-    if algorithm == "NVFP4":
-        if (group := raw.get("group_size") or _NVFP4.group) != _NVFP4.group:
-            raise _refusal(f"NVFP4, group_size {group}")
-        return QuantSpec(
-            format=None, weight_only=_NVFP4, excluded=excluded, cache_dtype=cache_dtype
-        )
-    formats = {
-        None: None,
-        "NO_QUANT": None,
-        "FP8": W8A8Spec(weights="tensor", inputs="static"),
-        "FP8_PER_CHANNEL_PER_TOKEN": W8A8Spec(weights="channel", inputs="row"),
-    }
-    if algorithm not in formats:
-        raise _refusal(str(algorithm))
-    return QuantSpec(format=formats[algorithm], excluded=excluded, cache_dtype=cache_dtype)
+    found = _mixed(raw) if algorithm == "MIXED_PRECISION" else _modelopt_format(algorithm, raw)
+    return replace(found, excluded=excluded, cache_dtype=cache_dtype)
+
+
+def _mixed(raw: Mapping[str, Any]) -> QuantSpec:
+    """Modules that are not listed are not quantized."""
+    layers = raw.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not layers:
+        raise _refusal("MIXED_PRECISION without quantized_layers, which say what each layer is")
+    modules: dict[QuantSpec, list[str]] = {}
+    for name, how in layers.items():
+        found = _modelopt_format(how.get("quant_algo"), how)
+        if found.is_quantized:
+            modules.setdefault(found, []).append(name)
+    parts = [QuantPart(modules=tuple(names), spec=spec) for spec, names in modules.items()]
+    return QuantSpec(format=None, mixed=tuple(parts))
+
+
+def _modelopt_format(algorithm: str | None, raw: Mapping[str, Any]) -> QuantSpec:
+    """Those with FP4 or INT4 weights are weight-only, whatever activations could be."""
+    name = None if algorithm is None else str(algorithm).upper()
+    match name:
+        case None | "NO_QUANT":
+            return QuantSpec(format=None)
+        case "FP8":
+            return QuantSpec(format=W8A8Spec(weights="tensor", inputs="static"))
+        case "FP8_PER_CHANNEL_PER_TOKEN":
+            return QuantSpec(format=W8A8Spec(weights="channel", inputs="row"))
+        case "W8A8_SQ_PER_CHANNEL":
+            chosen = W8A8Spec(weights="channel", inputs="static", numbers="int8")
+            return QuantSpec(format=chosen, has_input_scales=True)
+        case "FP8_PB_WO" if (group := _modelopt_group(raw, _BLOCK[1])) == _BLOCK[1]:
+            spec = WeightOnlySpec(layout="fp8", bits=8, group=group)
+            return QuantSpec(format=None, weight_only=spec)
+        case "NVFP4" | "NVFP4_AWQ" | "W4A8_NVFP4_FP8" if (
+            _modelopt_group(raw, _NVFP4.group) == _NVFP4.group
+        ):
+            return QuantSpec(
+                format=None, weight_only=_NVFP4, has_input_scales=name == "NVFP4_AWQ"
+            )
+        case "W4A16_AWQ" | "W4A8_AWQ" if not raw.get("has_zero_point"):
+            if (group := _modelopt_group(raw, 128)) > 0:
+                spec = WeightOnlySpec(layout="modelopt", bits=4, group=group)
+                return QuantSpec(format=None, weight_only=spec, has_input_scales=True)
+    details = [
+        f"{field} {raw[field]!s:.40}" for field in ("group_size", "has_zero_point") if field in raw
+    ]
+    raise _refusal(", ".join([f"{algorithm!s:.60}", *details]))
+
+
+def _modelopt_group(raw: Mapping[str, Any], usual: int) -> int:
+    """As hf_quant_config.json says it, or config.json."""
+    groups = (raw.get("config_groups") or {}).values()
+    stated = [(group.get("weights") or {}).get("group_size") for group in groups]
+    found = next((size for size in (raw.get("group_size"), *stated) if size), usual)
+    return int(found)
 
 
 def _fp8(raw: Mapping[str, Any]) -> QuantSpec:

@@ -45,7 +45,7 @@ class WeightOnlySpec:
     """Matrices of 4 or 8 bits a number, multiplied with inputs in the model's own dtype."""
 
     # of the tensors
-    layout: Literal["awq", "gptq", "packed", "nvfp4", "mxfp4", "fp8", "bitsandbytes"]
+    layout: Literal["awq", "gptq", "packed", "modelopt", "nvfp4", "mxfp4", "fp8", "bitsandbytes"]
     bits: int
     group: int  # neighboring inputs of an output that share a scale; 0: all of them
     has_zeros: bool = False  # integers have a zero point of their own
@@ -60,8 +60,23 @@ class QuantSpec:
     # None: nothing is so. It crosses to other ranks, so at most one of these is a record.
     format: W8A8Spec | Literal["mxfp4"] | None
     weight_only: WeightOnlySpec | None = None  # in the place of a format
+    mixed: tuple["QuantPart", ...] = ()  # in the place of both: some modules are quantized so
+    has_input_scales: bool = False  # activations may be multiplied by a number per input first
     excluded: tuple[str, ...] = ()  # patterns of the modules that are not quantized
     cache_dtype: str | None = None  # what it has scales for; None: it says nothing
+
+    @property
+    def is_quantized(self) -> bool:
+        """Its weights are, or some of them."""
+        return bool(self.format or self.weight_only or self.mixed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantPart:
+    """Modules of a checkpoint, by name, that are quantized alike."""
+
+    modules: tuple[str, ...]
+    spec: QuantSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +140,15 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries far from the beginning are larger: 1 + factor * log(1 + floor((p + 1) / interval))
+    times at position p."""
+
+    factor: float
+    interval: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     architecture: str  # "LlamaForCausalLM"
     model_type: str  # "llama"
@@ -148,6 +172,7 @@ class ModelSpec:
     attention_soft_cap: float | None = None  # of the scores, as that of the logits
     mlp_bias: bool = False
     qk_norm: bool = False
+    query_growth: "QueryGrowth | None" = None  # of layers without a window
     zero_centered_norms: bool = False  # the checkpoint has what is added to one
     sandwich_norms: bool = False  # what a layer's two parts give is normalized, too
     latent: LatentSpec | None = None  # with it, `head_size` is that of the rotated part

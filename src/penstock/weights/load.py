@@ -61,8 +61,12 @@ def load_weights(
     num_left = 0
     files = weight_files(folder)
     tensors = _watched(stream(files), files, progress and mesh.rank == 0)
-    if spec.quantization is not None and spec.quantization.weight_only is not None:
-        tensors = gathered(tensors, spec.quantization.weight_only)
+    if (found := spec.quantization) is not None:
+        for part in found.mixed:
+            if part.spec.weight_only is not None:
+                tensors = gathered(tensors, part.spec.weight_only, frozenset(part.modules))
+        if found.weight_only is not None:
+            tensors = gathered(tensors, found.weight_only)
     for name, tensor in _named(tensors, rules):
         target = rules.target(name)
         if target is None or target.parameter in shared:  # tied: its other name fills it
@@ -79,7 +83,8 @@ def load_weights(
         if (default := _placed(parameters[target.parameter]).default) is None:
             missing.add(rules.source(target))
         else:
-            parameters[target.parameter].fill_(default)
+            place = _pieces(parameters[target.parameter])[target.part].target
+            parameters[target.parameter][place].fill_(default)
     if num_left and mesh.rank == 0:
         _log.warning(
             "%d scales of the KV cache are not used: the checkpoint does not say that they are "

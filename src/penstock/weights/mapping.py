@@ -191,10 +191,12 @@ def unstack(under: str, name: str, parts: tuple[str, ...], *, transposed: bool =
     return Unstack(under, name, parts, transposed)
 
 
-def unstack_some(under: str, name: str, parts: tuple[str, ...]) -> Unstack:
+def unstack_some(
+    under: str, name: str, parts: tuple[str, ...], *, transposed: bool = False
+) -> Unstack:
     """The same of some checkpoints, while most have `under.N.part`; the rows of each part lie
     behind those of the part before it."""
-    return Unstack(under, name, parts, takes_turns=False, is_usual=False)
+    return Unstack(under, name, parts, transposed, takes_turns=False, is_usual=False)
 
 
 def unfuse(name: str, parts: tuple[str, ...], sizes: tuple[int, ...]) -> Unfuse:

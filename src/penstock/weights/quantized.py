@@ -9,7 +9,7 @@ Legend: O outputs, I inputs, G groups of inputs.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +28,19 @@ _INT8_UNIT = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
 _STATE = "weight.quant_state.bitsandbytes__"
 
 
-def gathered(tensors: Iterable[StoredTensor], spec: WeightOnlySpec) -> Iterator[StoredTensor]:
-    """Tensors that are no part of a quantized matrix as they come, then every quantized matrix."""
+def gathered(
+    tensors: Iterable[StoredTensor], spec: WeightOnlySpec, only: Container[str] | None = None
+) -> Iterator[StoredTensor]:
+    """Tensors that are no part of a quantized matrix as they come, then every quantized matrix.
+
+    `only`: the modules that are quantized so; None: all are, where their tensors say it.
+    """
     layout = _LAYOUTS[spec.layout]
     modules: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
         found = layout.members.fullmatch(tensor.name)
         is_codes = found is not None and (found[2] != "weight" or tensor.dtype in _CODES)
-        if found is None or not is_codes:
+        if found is None or not is_codes or (only is not None and found[1] not in only):
             yield tensor
         else:
             modules.setdefault(found[1], {})[found[2]] = tensor
@@ -237,6 +242,22 @@ def _expanded(scales: Tensor, codes_OI: Tensor) -> Tensor:
     return scales.expand(len(codes_OI), scales.shape[-1]).contiguous()
 
 
+def _modelopt(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
+    """INT4 of ModelOpt: a byte has the signed codes of two neighboring outputs. The second scale of
+    W4A8 says how the first ones become FP8, which they need not here."""
+    codes, scales = members["weight"], members["weight_scale"]
+    out_features, in_features = 2 * codes.shape[0], codes.shape[1]
+
+    def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
+        words, within = _in_words(rows, 2)
+        pairs = codes.read((words, columns)).to(device)
+        codes_OI = torch.stack((pairs & 15, pairs >> 4), dim=1).flatten(0, 1)[within] ^ 8
+        scales_OG = scales.read((rows, _by_group(columns, spec.group))).to(device)
+        return QuantizedWeight("int4", codes_OI, scales_OG.contiguous())
+
+    return _Matrix(module, (out_features, in_features), spec.group, read)
+
+
 def _nvfp4(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """ModelOpt's names, or those of compressed-tensors, whose scale of a matrix is a divisor."""
     scales = members["weight_scale"]
@@ -275,7 +296,7 @@ def _mxfp4(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
 
 
 def _fp8(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
-    """compressed-tensors: a scale for a matrix, an output, or a block of as many as a group."""
+    """A scale for a matrix, an output, or a block of as many as a group."""
     values, scales = members["weight"], members["weight_scale"]
     out_features, in_features = values.shape
     group = spec.group or in_features
@@ -284,6 +305,8 @@ def _fp8(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
         codes_OI = values.read((rows, columns)).to(device).contiguous().view(torch.uint8)
         found = _whole(scales).float()
         if spec.group:
+            # ModelOpt's have a dimension of one behind each of both.
+            found = found.view(-(-out_features // group), -(-in_features // group))
             found = found.repeat_interleave(group, dim=0)[rows, _by_group(columns, group)]
         elif found.numel() > 1:
             found = found.view(-1, 1)[rows]
@@ -373,6 +396,11 @@ _LAYOUTS = {
                  "weight_g_idx"),
         ("weight_packed", "weight_scale", "weight_shape"),
         _packed,
+    ),
+    "modelopt": _Layout(
+        _members("weight", "weight_scale", "weight_scale_2", "input_scale"),
+        ("weight", "weight_scale"),
+        _modelopt,
     ),
     "nvfp4": _Layout(
         _members("weight", "weight_packed", "weight_scale", "weight_scale_2",

@@ -206,7 +206,14 @@ UNDERSTOOD = {
 }
 REFUSED = {
     "NVFP4, group_size 32": {"quant_algo": "NVFP4", "group_size": 32},
-    "W4A8_AWQ": {"quant_algo": "W4A8_AWQ"},
+    "W4A8_MXFP4_FP8": {"quant_algo": "W4A8_MXFP4_FP8"},
+    "W4A16_AWQ, has_zero_point True": {"quant_algo": "W4A16_AWQ", "has_zero_point": True},
+    "FP8_PB_WO, group_size 64": {"quant_algo": "FP8_PB_WO", "group_size": 64},
+    "MIXED_PRECISION without quantized_layers": {"quant_algo": "MIXED_PRECISION"},
+    "W8A16": {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W8A16"}},
+    },
     "awq, 4 bits, version gemv": {"quant_method": "awq", "bits": 4, "version": "GEMV"},
     "gptq, 3 bits": {"quant_method": "gptq", "bits": 3},
     "gptq, dynamic, +:.*q_proj": {
