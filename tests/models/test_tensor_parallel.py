@@ -21,12 +21,18 @@ SIZE = 2
 CASES = {
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v2, queries without a latent": ("deepseek_v2", {"q_lora_rank": None}),
+    "gemma2": ("gemma2", {}),
+    "gemma3_text, one kv head for two ranks": ("gemma3_text", {"num_key_value_heads": 1}),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4_moe", {}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss, packed experts": ("gpt_oss, packed", {}),
     "gpt_oss, three groups for two ranks": ("gpt_oss, packed", {"intermediate_size": 96}),
     "gpt_oss, one kv head for two ranks": ("gpt_oss", {"num_key_value_heads": 1}),
     "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one kv head for two ranks": ("llama", {"num_key_value_heads": 1}),
+    "llama4_text": ("llama4_text", {}),
+    "phi3": ("phi3", {}),
     "qwen2, tied, even vocabulary": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 640}),
     "qwen3": ("qwen3", {}),
     "qwen2_moe": ("qwen2_moe", {}),
@@ -35,6 +41,7 @@ CASES = {
     "qwen3_next, one kv head for two ranks": ("qwen3_next", {"num_key_value_heads": 1}),
     "deepseek_v3, sets of experts": ("deepseek_v3", {}),
     "gpt_oss, sets of packed experts": ("gpt_oss, packed", {}),
+    "llama4_text, sets of experts": ("llama4_text", {}),
     "qwen2_moe, sets of experts": ("qwen2_moe", {}),
 }
 HAS_SETS = [" sets of " in name for name in CASES]  # each rank has other experts

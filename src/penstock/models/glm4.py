@@ -13,7 +13,8 @@ class Glm4ForCausalLM(Decoder):
         num_rotated = int(spec.head_size * spec.rope.partial_factor)
         self.weight_rules = (
             rules(
-                *(pair(name, spec.head_size, num_rotated) for name in ("q_proj", "k_proj")),
+                pair("q_proj", spec.num_heads, spec.head_size, num_rotated),
+                pair("k_proj", spec.num_kv_heads, spec.head_size, num_rotated),
                 unfuse("gate_up_proj", ("gate_proj", "up_proj"), (spec.intermediate_size,) * 2),
                 rename("post_self_attn_layernorm", "attention_out_norm"),
                 rename("post_mlp_layernorm", "mlp_out_norm"),

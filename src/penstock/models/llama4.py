@@ -13,7 +13,8 @@ def _weights(spec: ModelSpec) -> Rules:
     """Experts of the releases are transposed matrices in one tensor."""
     return (
         rules(
-            *(pair(name, spec.head_size, spec.head_size) for name in ("q_proj", "k_proj")),
+            pair("q_proj", spec.num_heads, spec.head_size, spec.head_size),
+            pair("k_proj", spec.num_kv_heads, spec.head_size, spec.head_size),
             unstack_some(
                 "feed_forward.experts",
                 "gate_up_proj",

@@ -61,6 +61,7 @@ class Unfuse:
 @dataclass(frozen=True, slots=True)
 class Pair:
     name: str
+    num_heads: int
     head_size: int
     num_rotated: int
 
@@ -205,11 +206,11 @@ def unfuse(name: str, parts: tuple[str, ...], sizes: tuple[int, ...]) -> Unfuse:
     return Unfuse(name, parts, sizes)
 
 
-def pair(name: str, head_size: int, num_rotated: int) -> Pair:
+def pair(name: str, num_heads: int, head_size: int, num_rotated: int) -> Pair:
     """Channels 2i and 2i + 1 of a head are rotated together, of its first `num_rotated`. Rows are
     read in another order, such that those are i and i + half; scores of attention stay the same
     where queries and keys are read so."""
-    return Pair(name, head_size, num_rotated)
+    return Pair(name, num_heads, head_size, num_rotated)
 
 
 def skip(suffix: str) -> Skip:

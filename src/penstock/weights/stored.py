@@ -8,10 +8,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.kernels.quantized_weight import QuantizedWeight
 from penstock.weights.mapping import Pair, Unfuse, Unstack
 
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E8M0")  # the last: powers of two, for scales
+_OF_INPUTS = (".input_scale", ".pre_quant_scale")  # which all rows of a matrix share
 _CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int8: "I8"}
 
 
@@ -105,7 +107,7 @@ def unfused(tensor: StoredTensor, rule: Unfuse) -> Iterator[tuple[str, StoredTen
     blocks is taken apart where whole blocks are."""
     num_rows, total = (tensor.shape or (1,))[0], sum(rule.sizes)
     sizes = rule.sizes
-    if math.prod(tensor.shape) == 1:
+    if math.prod(tensor.shape) == 1 or tensor.name.endswith(_OF_INPUTS):
         sizes = (0,) * len(sizes)
     elif num_rows != total:
         per_row = -(-total // num_rows)
@@ -130,11 +132,19 @@ def unfused(tensor: StoredTensor, rule: Unfuse) -> Iterator[tuple[str, StoredTen
 
 
 def paired(tensor: StoredTensor, rule: Pair) -> StoredTensor:
-    """`tensor` with its rows in the order of `rule`; what is the same for all rows of a head stays
-    as it is."""
-    if not tensor.shape or tensor.shape[0] % rule.head_size:
+    """`tensor` with its rows in the order of `rule`. A scale of whole heads stays as it is."""
+    num_rows = rule.num_heads * rule.head_size
+    num_scales = (tensor.shape or (1,))[0]
+    if tensor.name.endswith(_OF_INPUTS):
         return tensor
-    heads = torch.arange(tensor.shape[0]).view(-1, rule.head_size)
+    if num_scales != num_rows:
+        if num_rows // num_scales % rule.head_size:
+            raise ConfigError(
+                f"'{tensor.name}' has a scale for parts of a head of {rule.head_size}, whose "
+                "channels are rotated as neighbors; this is not supported"
+            )
+        return tensor
+    heads = torch.arange(num_rows).view(-1, rule.head_size)
     pairs, others = heads.split((rule.num_rotated, rule.head_size - rule.num_rotated), dim=1)
     rows = torch.cat((pairs[:, ::2], pairs[:, 1::2], others), dim=1).flatten()
     return StoredTensor(
