@@ -15,8 +15,11 @@ from weight_only_models import FILE, make_weight_only_checkpoint
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh, RoleGroup
 from penstock.quantization.choose import choose_schemes
+from penstock.weights.load import _named
+from penstock.weights.stream import stream
 
 SINGLE = RankMesh.single()
+ROUNDED = 0.015  # activations near the middle between two FP8 values fall to either side
 ARCHITECTURES = ("phi3", "glm4", "llama4_text")
 
 
@@ -28,10 +31,9 @@ def load(folder, mesh=SINGLE):
 @torch.inference_mode()
 def assert_logits(folder, model, tolerance):
     sequences = prompts(500)
-    for ours, ids in zip(mixed_run(load(folder), sequences), sequences, strict=True):
-        theirs = model(torch.tensor([ids])).logits[0]
-        error = (ours - theirs).abs().mean() / theirs.abs().mean()
-        assert error < tolerance, error
+    ours = torch.cat(mixed_run(load(folder), sequences))
+    theirs = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
+    assert (ours - theirs).abs().mean() / theirs.abs().mean() < tolerance
 
 
 @pytest.mark.parametrize("layout", ["awq", "gptq ordered", "nvfp4 modelopt", "int8"])
@@ -46,7 +48,7 @@ def test_weight_only_logits_are_those_of_transformers(tmp_path, arch, layout):
 def test_fp8_logits_are_those_of_transformers(tmp_path, arch, dialect):
     overrides = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     folder = make_fp8_checkpoint(tmp_path, dialect, arch, **(BLOCKS | overrides))
-    assert_logits(folder, truth(folder, dialect), 0.003)
+    assert_logits(folder, truth(folder, dialect), ROUNDED)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -62,6 +64,29 @@ def test_two_ranks_share_each_matrix(tmp_path, arch):
     halves = [rank.attention.qkv_proj.values().split([n // 2 for n in sizes]) for rank in ranks]
     for part, first, second in zip(parts, *halves, strict=True):
         assert torch.equal(torch.cat((first, second)), part)
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gemma3_text", "glm4_moe", *ARCHITECTURES])
+def test_what_the_checkpoint_calls_a_parameter_is_found_backwards(tmp_path, arch):
+    """For what a checkpoint leaves unquantized, and for messages."""
+    folder = make_checkpoint(tmp_path, arch)
+    model, found = load_model(folder), {}
+    for tensor in stream((folder / FILE,)):
+        found |= {name: tensor.name for name, _ in _named([tensor], model.weight_rules)}
+    for name, stored in found.items():
+        source = model.weight_rules.source(model.weight_rules.target(name))
+        assert source in (name, stored), (source, name)
+
+
+@pytest.mark.parametrize("made", ["fp8", "int8"])
+@pytest.mark.parametrize("arch", ["phi3", "glm4", "gemma2"])
+def test_online_quantization_reads_them_as_well(tmp_path, arch, made):
+    folder = make_checkpoint(tmp_path, arch, **BLOCKS)
+    sequences = prompts(500)
+    plain = torch.cat(mixed_run(load(folder), sequences))
+    schemes = choose_schemes(None, folder, torch.float32, CPU, online=made)
+    ours = torch.cat(mixed_run(load_model(folder, schemes=schemes), sequences))
+    assert 0 < (ours - plain).norm() / plain.norm() < 0.3  # rows in another order give 1.4
 
 
 @pytest.mark.parametrize("names", ["published", "transformers 5"])
@@ -87,7 +112,9 @@ def test_the_language_model_of_text_and_images_is_read(tmp_path, arch, names):
     save_file(tensors, folder / FILE)
     text = json.loads((folder / "config.json").read_text())
     outer = {
-        "architectures": [text.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")],
+        "architectures": [
+            text.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")
+        ],
         "model_type": text["model_type"].removesuffix("_text"),
         "eos_token_id": text.pop("eos_token_id"),
         "text_config": text,

@@ -48,8 +48,56 @@ QUANTIZED = {
         }},
         "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8, "type": "float"},
     },
+    "modelopt mixed": {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "INT8",
+        "quantized_layers": {"a": {"quant_algo": "W4A16_AWQ", "group_size": 128}},
+    },
+    "modelopt awq": {
+        "quant_method": "modelopt", "quant_algo": "W4A8_AWQ", "has_zero_point": False,
+        "config_groups": {"group_0": {"weights": {"group_size": 64}}},
+    },
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["a"]},
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+}  # fmt: skip
+FIELDS = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+FAMILIES = {  # of which there is no real configuration here
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8, "sliding_window": 16,
+        "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": FIELDS | {
+            "sliding_window": 16, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6,
+        },
+    },
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "use_qk_norm": True,
+        "num_nextn_predict_layers": 1, "n_shared_experts": 1,
+    },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 16, "moe_layers": [1],
+        "no_rope_layers": [1, 0], "floor_scale": 16, "attn_scale": 0.1, "num_local_experts": 4,
+        "layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 64,
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64,
+        "max_position_embeddings": 128, "sliding_window": 16,
+        "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    },
 }  # fmt: skip
 SCALED = {
     "rope_parameters": {
@@ -77,6 +125,8 @@ def files() -> dict[str, dict[str, dict[str, Any]]]:
     tiny = found["tiny"]
     for name, fields in QUANTIZED.items():
         found[name] = tiny | {"config.json": tiny["config.json"] | {"quantization_config": fields}}
+    for name, fields in FAMILIES.items():
+        found[name] = {"config.json": FIELDS | fields}
     for kind in ("yarn", "llama3", "linear", "dynamic"):
         scaled = copy.deepcopy(SCALED)
         scaled["rope_parameters"]["rope_type"] = kind

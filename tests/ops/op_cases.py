@@ -113,7 +113,7 @@ def _add_norm(num_tokens: int, size: int, *, exact: bool = False) -> OpCase:
     return OpCase(add_rms_norm, f"{num_tokens}x{size}" + "-exact" * exact, make)
 
 
-def _gated(op: Op[..., Any], num_tokens: int, size: int) -> OpCase:
+def _activation(op: Op[..., Any], num_tokens: int, size: int) -> OpCase:
     return OpCase(
         op,
         f"{num_tokens}x{size}",
@@ -684,7 +684,7 @@ OP_CASES = [
     _add_norm(3, 200, exact=True),
     _add_norm(1, 64),
     _add_norm(7, 1000),
-    *(_gated(op, *shape) for op in (silu_mul, gelu_mul) for shape in ((1, 64), (5, 1500))),
+    *(_activation(op, *shape) for op in (silu_mul, gelu_mul) for shape in ((1, 64), (5, 1500))),
     sigmoid_case(1, 4, 64),
     sigmoid_case(5, 3, 256),
     rope_case(1, 8, 2, 64, 64),
@@ -962,9 +962,7 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
     cache_dtype = torch.float8_e4m3fn if case.fp8 else dtype
     k_cache, v_cache = (randn(*pool, dtype=cache_dtype, device=device) for _ in range(2))
     v_scale = 0.75 if case.fp8 else 1.0
-    params = AttentionParams(
-        case.head_size**-0.5, case.window, v_scale, case.chunks, case.soft_cap
-    )
+    params = AttentionParams(case.head_size**-0.5, case.window, v_scale, case.chunks, case.soft_cap)
     sinks = None
     if case.sinks:  # of all sizes: from no share of the softmax to nearly all of it
         sinks = torch.linspace(-6.0, 9.0, case.num_heads, device=device)[

@@ -31,8 +31,8 @@ _FUSED = rules(
     fuse("gate_up_proj", ("gate_proj", "up_proj")),
 )
 DECODER_WEIGHTS = DECODER_NAMES + _FUSED
-# What Gemma calls norms; before the names of others, which mean another norm by one of these.
-SANDWICH_NAMES = rules(
+# Gemma means another norm by one of the usual names.
+GEMMA_WEIGHTS = DECODER_WEIGHTS.without(rename("post_attention_layernorm", "post_norm")) + rules(
     rename("post_attention_layernorm", "attention_out_norm"),
     rename("pre_feedforward_layernorm", "post_norm"),
     rename("post_feedforward_layernorm", "mlp_out_norm"),

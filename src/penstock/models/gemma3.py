@@ -1,14 +1,14 @@
 """Gemma 3: as Gemma 2 with normalized queries and keys and without caps; five layers with a window
 and a rotary embedding of their own, then one without."""
 
-from penstock.layers.decoder import DECODER_WEIGHTS, SANDWICH_NAMES, Decoder
+from penstock.layers.decoder import GEMMA_WEIGHTS, Decoder
 from penstock.weights.mapping import TEXT_NAMES
 
 
 class Gemma3ForCausalLM(Decoder):
     """Plain: what differs is in the spec (`gemma3_config.py`)."""
 
-    weight_rules = SANDWICH_NAMES + DECODER_WEIGHTS
+    weight_rules = GEMMA_WEIGHTS
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

@@ -1,5 +1,5 @@
-"""GLM-4: Llama's block; channels 2i and 2i + 1 of the first half of a head are rotated together, and
-since 2025-04 what each part gives is normalized, too."""
+"""GLM-4: Llama's block; channels 2i and 2i + 1 of the first half of a head are rotated together.
+Since 2025-04 what each part gives is normalized, too."""
 
 from penstock.layers.context import LayerContext
 from penstock.layers.decoder import DECODER_WEIGHTS, Decoder

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: half of a head is rotated; after the first layers, experts beside a shared one."""
+"""GLM-4.5, 4.6: half of a head is rotated; after the first layers, experts beside a shared one."""
 
 from penstock.layers.context import LayerContext
 from penstock.layers.decoder import MOE_WEIGHTS, Decoder
@@ -11,9 +11,7 @@ class Glm4MoeForCausalLM(Decoder):
         super().__init__(spec, build)
         drafts = range(spec.num_layers, spec.num_layers + spec.num_nextn_predict_layers)
         self.weight_rules = (
-            rules(
-                *(skip_module(f"model.layers.{layer}") for layer in drafts),
-                rename("mlp.shared_experts", "mlp.shared"),
-            )
+            rules(*(skip_module(f"model.layers.{layer}") for layer in drafts))
             + MOE_WEIGHTS
+            + rules(rename("mlp.shared_experts", "mlp.shared"))
         )

@@ -33,18 +33,14 @@ _MODELS = {  # by model type
     "deepseek_v2": _Entry("DeepseekV2ForCausalLM", "deepseek_v3", "DeepseekForCausalLM"),
     "deepseek_v3": _Entry("DeepseekV3ForCausalLM", "deepseek_v3", "DeepseekForCausalLM"),
     "gemma2": _Entry("Gemma2ForCausalLM", "gemma2", "Gemma2ForCausalLM"),
-    "gemma3": _Entry(
-        "Gemma3ForConditionalGeneration", "gemma3", "Gemma3ForConditionalGeneration"
-    ),
+    "gemma3": _Entry("Gemma3ForConditionalGeneration", "gemma3", "Gemma3ForConditionalGeneration"),
     "gemma3_text": _Entry("Gemma3ForCausalLM", "gemma3", "Gemma3ForCausalLM"),
     "glm": _Entry("GlmForCausalLM", "glm4", "Glm4ForCausalLM"),
     "glm4": _Entry("Glm4ForCausalLM", "glm4", "Glm4ForCausalLM"),
     "glm4_moe": _Entry("Glm4MoeForCausalLM", "glm4_moe", "Glm4MoeForCausalLM"),
     "gpt_oss": _Entry("GptOssForCausalLM", "gpt_oss", "GptOssForCausalLM"),
     "llama": _Entry("LlamaForCausalLM", "llama", "LlamaForCausalLM"),
-    "llama4": _Entry(
-        "Llama4ForConditionalGeneration", "llama4", "Llama4ForConditionalGeneration"
-    ),
+    "llama4": _Entry("Llama4ForConditionalGeneration", "llama4", "Llama4ForConditionalGeneration"),
     "llama4_text": _Entry("Llama4ForCausalLM", "llama4", "Llama4ForCausalLM"),
     "mistral": _Entry("MistralForCausalLM", "llama", "LlamaForCausalLM"),
     "mixtral": _Entry("MixtralForCausalLM", "mixtral", "MixtralForCausalLM"),

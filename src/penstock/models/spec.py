@@ -27,14 +27,17 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def parse_model_spec(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
     """`overrides` replaces fields of config.json, nested ones key by key, before it is read."""
-    raw = config_of(GgufFile(folder)) if is_gguf(folder) else read_json(folder / "config.json")
-    raw = _of_text(raw)
+    read = config_of(GgufFile(folder)) if is_gguf(folder) else read_json(folder / "config.json")
+    raw = _of_text(read)
     config = Fields(folder, _merged(raw, _of_text(overrides or {})))
     file = "generation_config.json"
     generation = Fields(folder, _beside(folder, file), file)
     family = _family(config)
 
-    hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads", family.num_heads)
+    hidden_size, num_heads = (
+        config.count("hidden_size"),
+        config.count("num_attention_heads", family.num_heads),
+    )
     num_kv_heads = config.count("num_key_value_heads", family.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         config.refuse("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} heads")

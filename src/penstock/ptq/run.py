@@ -32,7 +32,7 @@ from penstock.ptq.source import Source
 from penstock.quantization.choose import choose_schemes
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_weights
-from penstock.weights.mapping import Target
+from penstock.weights.mapping import Target, Unfuse
 
 _PROGRESS = "quantize_progress.json"
 REPORT = "quantize_report.json"
@@ -86,6 +86,12 @@ def quantize(task: Task, watch: Watch) -> Report:
     device = torch.device(task.device)
     model = _load(folder, device)
     rules, num_blocks = model.weight_rules, len(model.layers)
+    if fused := next((rule.name for rule in rules.table if isinstance(rule, Unfuse)), None):
+        raise ConfigError(
+            f"checkpoints of {spec.architecture} keep several matrices in one tensor ('{fused}'), "
+            "which `penstock quantize` does not take apart; serve it with --quantization fp8, int8 "
+            "or nf4, which quantizes while loading"
+        )
     source, output = Source(folder, rules), Output(task.output, num_blocks)
     recipe = Recipe(task.format, _group(model, task.format), task.exclude)
     input_bits = _input_bits(task, source)

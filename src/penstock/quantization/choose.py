@@ -84,7 +84,7 @@ def _mixed(
 ) -> Schemes:
     """Each part as a checkpoint of its own; a module of none is plain."""
     plain = choose_schemes(None, None, dtype, device)
-    of_module = {}
+    of_module: dict[str, Schemes] = {}
     for part in quantization.mixed:
         schemes = choose_schemes(part.spec, path, dtype, device, experts_by_reference)
         of_module |= dict.fromkeys(part.modules, schemes)

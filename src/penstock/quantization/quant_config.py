@@ -145,9 +145,7 @@ def _modelopt_format(algorithm: str | None, raw: Mapping[str, Any]) -> QuantSpec
         case "NVFP4" | "NVFP4_AWQ" | "W4A8_NVFP4_FP8" if (
             _modelopt_group(raw, _NVFP4.group) == _NVFP4.group
         ):
-            return QuantSpec(
-                format=None, weight_only=_NVFP4, has_input_scales=name == "NVFP4_AWQ"
-            )
+            return QuantSpec(format=None, weight_only=_NVFP4, has_input_scales=name == "NVFP4_AWQ")
         case "W4A16_AWQ" | "W4A8_AWQ" if not raw.get("has_zero_point"):
             if (group := _modelopt_group(raw, 128)) > 0:
                 spec = WeightOnlySpec(layout="modelopt", bits=4, group=group)

@@ -91,6 +91,11 @@ class Rules:
     def __add__(self, other: "Rules") -> "Rules":
         return Rules(self.table + other.table)
 
+    def without(self, rule: Rule) -> "Rules":
+        """For a model that means something else by one of the names."""
+        assert rule in self.table, rule
+        return Rules(tuple(other for other in self.table if other != rule))
+
     def target(self, name: str) -> Target | None:
         """Where the tensor called `name` goes; None when it is not needed."""
         part = 0

@@ -265,7 +265,7 @@ def mla_decode_triton(
             partial, lse, out_NHC, kv_lens_N, kv_lens_N, None, NO_WINDOW,
             dtype=TRITON_DTYPES[out_NHC.dtype], H=num_heads, D=size, BLOCK_D=block,
             TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=False,
-            IS_ONE_DONE=False, num_warps=4, **launch_options(q_NHC),
+            IS_ONE_DONE=False, HAS_CHUNKS=False, num_warps=4, **launch_options(q_NHC),
         )  # fmt: skip
     return out_NHC
 

@@ -440,7 +440,7 @@ def reduce_splits(
     partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, sinks_ptr, out_scale_ptr, window,
     dtype: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_ONE_DONE: tl.constexpr, PDL: tl.constexpr, HAS_CHUNKS: tl.constexpr = False,
+    IS_ONE_DONE: tl.constexpr, HAS_CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[n, h] = sum over splits of partial * 2^lse / (sum over splits of 2^lse + e^sink).
 
