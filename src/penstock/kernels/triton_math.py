@@ -1,4 +1,4 @@
-"""Math that kernels share: sigmoid, SiLU, GELU, the gate of experts, FP8 and INT8 rounding, `dot`."""
+"""Math that kernels share: activations, the gate of experts, FP8 and INT8 rounding, `dot`."""
 
 import triton
 import triton.language as tl

@@ -151,11 +151,7 @@ def capped_log2(scores, CAP_LOG2: tl.constexpr):
 @triton.jit
 def first_seen(kv_len, window, HAS_CHUNKS: tl.constexpr):
     """The first key that the last token of a sequence sees."""
-    if HAS_CHUNKS:
-        first = (kv_len - 1) // window * window
-    else:
-        first = tl.maximum(0, kv_len - window)
-    return first
+    return (kv_len - 1) // window * window if HAS_CHUNKS else tl.maximum(0, kv_len - window)
 
 
 @triton.jit
