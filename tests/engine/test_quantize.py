@@ -11,7 +11,7 @@ import transformers
 from gguf_models import write_gguf
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_models import reference_model
+from tiny_models import make_checkpoint, reference_model
 
 from penstock.errors import ConfigError
 from penstock.hub.folder import local_folder
@@ -173,3 +173,25 @@ def test_what_is_quantized_already_and_folders_in_use_are_refused(calib, tmp_pat
         quantize(task(calib, tmp_path / "again", model=str(output)), lambda number, total: None)
     with pytest.raises(ConfigError, match="is not empty"):
         quantize(task(calib, output), lambda number, total: None)
+
+
+def test_norms_on_both_sides_take_up_their_own_scales(calib, tmp_path):
+    """Gemma calls another norm by the name of the one that scales move into."""
+    folder = make_checkpoint(tmp_path / "plain", "gemma2", hidden_size=128, intermediate_size=256)
+    quantize(task(calib, tmp_path / "made", "awq", str(folder)), lambda done, total: None)
+    before, after = load_file(folder / "model.safetensors"), {}
+    for file in (tmp_path / "made").glob("*.safetensors"):
+        after |= load_file(file)
+    block = "model.layers.0."
+    for name in ("input_layernorm", "pre_feedforward_layernorm"):
+        assert not torch.equal(after[f"{block}{name}.weight"], before[f"{block}{name}.weight"])
+    for name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+        assert torch.equal(after[f"{block}{name}.weight"], before[f"{block}{name}.weight"])
+    report = json.loads((tmp_path / "made" / REPORT).read_text())
+    assert 0.5 < report["perplexity_after"] / report["perplexity_before"] < 2.0
+
+
+def test_fused_matrices_are_refused_with_the_way_out(calib, tmp_path):
+    folder = make_checkpoint(tmp_path / "plain", "phi3")
+    with pytest.raises(ConfigError, match=r"several matrices .* serve it with --quantization"):
+        quantize(task(calib, tmp_path / "made", "fp8", str(folder)), lambda done, total: None)

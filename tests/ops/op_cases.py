@@ -842,6 +842,7 @@ OP_CASES = [
     ),
     _route(6, 15, Routing(num_active=3, num_groups=5, num_active_groups=2)),
     _route(9, 64, Routing(num_active=6, num_groups=8, num_active_groups=3, num_best=1)),
+    _route(7, 16, Routing(num_active=1, score="sigmoid")),
     _route(2, 6, Routing(num_active=2, score="sigmoid", num_groups=6, num_active_groups=3)),
     experts_case(1, 8, 5, 64, 32),
     experts_case(2, 5, 4, 100, 36, bias=True),

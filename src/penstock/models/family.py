@@ -19,7 +19,6 @@ _MAX_EXPERTS = 1 << 16  # far more than any model has
 class Family:
     architecture: str
     vocab_size: int | None = None  # None: the file must say it
-    intermediate_size: int | None = None  # the same
     max_position: int = 32768
     num_heads: int | None = None  # None: the file must say it
     num_kv_heads: int | None = 32  # None: as many as query heads
