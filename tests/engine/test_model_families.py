@@ -14,6 +14,7 @@ FAMILIES = {  # prompts are longer than a window or a chunk
     "glm4": {},
     "glm4_moe": {},
     "llama4_text": {"attention_chunk_size": 24, "floor_scale": 16},
+    "nemotron": {},
     "phi3": {"sliding_window": 24, "rope_parameters": {"partial_rotary_factor": 0.75}},
 }
 SETTINGS = {"device": "cpu", "num_threads": 1, "dtype": "float32"}

@@ -93,6 +93,10 @@ FAMILIES = {  # of which there is no real configuration here
         "no_rope_layers": [1, 0], "floor_scale": 16, "attn_scale": 0.1, "num_local_experts": 4,
         "layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 64,
     },
+    "nemotron": {
+        "architectures": ["NemotronForCausalLM"], "hidden_act": "relu2", "norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5, "mlp_bias": False,
+    },
     "phi3": {
         "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64,
         "max_position_embeddings": 128, "sliding_window": 16,

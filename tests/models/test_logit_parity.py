@@ -177,6 +177,17 @@ CASES = {
     "mistral window": ("mistral", {"sliding_window": 5}),
     "mixtral": ("mixtral", {}),
     "mixtral tied, window": ("mixtral", {"tie_word_embeddings": True, "sliding_window": 5}),
+    "nemotron": ("nemotron", {}),
+    "nemotron all biases, tied, wholly rotated": (
+        "nemotron",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "norm_eps": 0.1,
+            "rope_parameters": {"partial_rotary_factor": 1.0},
+        },
+    ),
     "phi3": ("phi3", {}),
     "phi3 as Phi-4-mini": (
         "phi3",

@@ -32,6 +32,7 @@ CASES = {
     "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one kv head for two ranks": ("llama", {"num_key_value_heads": 1}),
     "llama4_text": ("llama4_text", {}),
+    "nemotron, all biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
     "phi3": ("phi3", {}),
     "qwen2, tied, even vocabulary": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 640}),
     "qwen3": ("qwen3", {}),

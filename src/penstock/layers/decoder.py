@@ -19,9 +19,9 @@ from penstock.layers.cached import CachedLayer
 from penstock.layers.context import LayerContext
 from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
-from penstock.layers.mlp import GatedMLP
+from penstock.layers.mlp import GatedMLP, SquaredReluMLP
 from penstock.layers.moe import Experts, MoE, Router, experts_or_mlp
-from penstock.layers.norm import ResidualNorm, RMSNorm
+from penstock.layers.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec, first_of_each
 from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, Rules, fuse, rename, rules
@@ -39,10 +39,12 @@ GEMMA_WEIGHTS = DECODER_WEIGHTS.without(rename("post_attention_layernorm", "post
 )
 MOE_WEIGHTS = DECODER_NAMES + MOE_NAMES + _FUSED
 
+FeedForward = GatedMLP | SquaredReluMLP | MoE
+
 
 class DecoderBlock(nn.Module):
     def __init__(
-        self, spec: ModelSpec, build: LayerContext, *, attention: CachedLayer, mlp: GatedMLP | MoE
+        self, spec: ModelSpec, build: LayerContext, *, attention: CachedLayer, mlp: FeedForward
     ) -> None:
         super().__init__()
         self.input_norm = _norm(spec, build)
@@ -70,9 +72,8 @@ class DecoderBlock(nn.Module):
 
 
 def _norm(spec: ModelSpec, build: LayerContext) -> ResidualNorm:
-    return ResidualNorm(
-        spec.hidden_size, spec.norm_eps, build, zero_centered=spec.zero_centered_norms
-    )
+    kind = ResidualLayerNorm if spec.layer_norms else ResidualNorm
+    return kind(spec.hidden_size, spec.norm_eps, build, zero_centered=spec.zero_centered_norms)
 
 
 def _out_norm(spec: ModelSpec, build: LayerContext) -> RMSNorm:
@@ -145,7 +146,7 @@ class Decoder(nn.Module):
         """What mixes the tokens of a layer."""
         return grouped_query_attention(spec, layer, rope, build)
 
-    def mlp(self, spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP | MoE:
+    def mlp(self, spec: ModelSpec, layer: int, build: LayerContext) -> FeedForward:
         return experts_or_mlp(spec, layer, build)
 
     def forward(self, batch: ForwardBatch) -> Tensor:

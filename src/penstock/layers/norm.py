@@ -1,14 +1,15 @@
-"""RMS normalisation, alone and with the residual sum folded in."""
+"""RMS normalisation, alone and with the residual sum folded in; layer normalisation with it."""
 
 # T tokens in the step, D size of what is normalized
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.norm import rms_norm
 from penstock.layers.context import LayerContext
-from penstock.layers.fused_quant import normed
+from penstock.layers.fused_quant import converted, normed
 from penstock.parallel.parameter import new_parameter
 
 
@@ -43,3 +44,21 @@ class ResidualNorm(RMSNorm):
         self, x_TD: Tensor, residual_TD: Tensor | None, wanted: InputFormat = PLAIN
     ) -> tuple[Activation, Tensor]:
         return normed(x_TD, residual_TD, self.weight, self.eps, wanted)
+
+
+class ResidualLayerNorm(ResidualNorm):
+    """The same with the mean subtracted first and a bias added last, in fp32."""
+
+    def __init__(
+        self, size: int, eps: float, build: LayerContext, *, zero_centered: bool = False
+    ) -> None:
+        super().__init__(size, eps, build, zero_centered=zero_centered)
+        self.bias = new_parameter((size,), self.weight.dtype, build.device)
+
+    def forward(  # type: ignore[override]
+        self, x_TD: Tensor, residual_TD: Tensor | None, wanted: InputFormat = PLAIN
+    ) -> tuple[Activation, Tensor]:
+        sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
+        weight_D, bias_D = self.weight.float(), self.bias.float()
+        normed_TD = F.layer_norm(sum_TD.float(), weight_D.shape, weight_D, bias_D, self.eps)
+        return converted(normed_TD.to(sum_TD.dtype), wanted), sum_TD

@@ -44,6 +44,7 @@ _MODELS = {  # by model type
     "llama4_text": _Entry("Llama4ForCausalLM", "llama4", "Llama4ForCausalLM"),
     "mistral": _Entry("MistralForCausalLM", "llama", "LlamaForCausalLM"),
     "mixtral": _Entry("MixtralForCausalLM", "mixtral", "MixtralForCausalLM"),
+    "nemotron": _Entry("NemotronForCausalLM", "nemotron", "NemotronForCausalLM"),
     "phi3": _Entry("Phi3ForCausalLM", "phi3", "Phi3ForCausalLM"),
     "qwen2": _Entry("Qwen2ForCausalLM", "qwen2", "Qwen2ForCausalLM"),
     "qwen2_moe": _Entry("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen2MoeForCausalLM"),

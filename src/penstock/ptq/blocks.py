@@ -15,6 +15,7 @@ from penstock.layers.decoder import DecoderBlock
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import Experts
+from penstock.layers.norm import ResidualLayerNorm
 from penstock.ptq import search
 from penstock.ptq.calibrate import Inputs
 from penstock.ptq.formats import MOVING, Format, Quantized, grid_of
@@ -124,7 +125,8 @@ def _moved_scales(
     if recipe.format not in MOVING:
         return {}
     movable = []
-    if isinstance(block.attention, Attention) and "attention.qkv_proj" in weights:
+    has_bias = isinstance(block.input_norm, ResidualLayerNorm)  # which would have to move as well
+    if isinstance(block.attention, Attention) and "attention.qkv_proj" in weights and not has_bias:
         movable.append("attention.qkv_proj")
     if isinstance(block.mlp, GatedMLP) and "mlp.gate_up_proj" in weights:
         movable.append("mlp.gate_up_proj")

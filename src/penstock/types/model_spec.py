@@ -174,6 +174,7 @@ class ModelSpec:
     qk_norm: bool = False
     query_growth: "QueryGrowth | None" = None  # of layers without a window
     zero_centered_norms: bool = False  # the checkpoint has what is added to one
+    layer_norms: bool = False  # of the residual stream: they subtract the mean, and have a bias
     sandwich_norms: bool = False  # what a layer's two parts give is normalized, too
     latent: LatentSpec | None = None  # with it, `head_size` is that of the rotated part
     delta: DeltaSpec | None = None
