@@ -64,16 +64,12 @@ FIELDS = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 FAMILIES = {  # of which there is no real configuration here
-    "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8, "sliding_window": 16,
-        "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False,
-    },
     "gemma3": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "text_config": FIELDS | {
             "sliding_window": 16, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6,
+            "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8,
         },
     },
     "gemma3_text": {
@@ -92,10 +88,6 @@ FAMILIES = {  # of which there is no real configuration here
         "architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 16, "moe_layers": [1],
         "no_rope_layers": [1, 0], "floor_scale": 16, "attn_scale": 0.1, "num_local_experts": 4,
         "layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 64,
-    },
-    "nemotron": {
-        "architectures": ["NemotronForCausalLM"], "hidden_act": "relu2", "norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5, "mlp_bias": False,
     },
     "phi3": {
         "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64,

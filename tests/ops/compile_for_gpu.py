@@ -110,8 +110,15 @@ def compile_attention(device: torch.device) -> None:
         decodes(*[40] * 300, head_size=128, num_heads=16, int8=True),
         AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
         *sink_cases((40, 700), ((50, 90),), 128),
-        AttentionCase(((1, 300), (50, 90)), 1, head_size=256, num_heads=4, soft_cap=50.0),
-        AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, window=64, chunks=True),
+        AttentionCase(
+            ((1, 300), (50, 90)),
+            1,
+            head_size=128,
+            num_heads=8,
+            window=64,
+            chunks=True,
+            soft_cap=9.0,
+        ),
     ):
         args = make_attention(case, torch.bfloat16, device).unpack()
         for out_scale_1 in (None, torch.ones(1, device=device)):
