@@ -274,7 +274,8 @@ def test_overrides_reach_into_nested_fields(tmp_path):
         ({"vocab_size": "many"}, "vocab_size: is 'many'"),
         ({"num_key_value_heads": 3}, "3 does not divide 8"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"type": "other", "factor": 2.0}}, "'other' is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor: has 0 numbers"),
         ({"rope_scaling": {"type": "linear"}}, "factor: is missing"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -303,8 +304,10 @@ def test_unreadable_config_is_a_config_error(tmp_path, text):
 
 
 def test_an_override_of_the_quantization_wins_over_the_file_beside(tmp_path):
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
-    with pytest.raises(ConfigError, match=r"quantized \(W4A8_AWQ\).*supported are FP8"):
+    (tmp_path / "hf_quant_config.json").write_text(
+        '{"quantization": {"quant_algo": "W4A8_MXFP4_FP8"}}'
+    )
+    with pytest.raises(ConfigError, match=r"quantized \(W4A8_MXFP4_FP8\).*supported are FP8"):
         parse(tmp_path)
     spec = parse(tmp_path, {"quantization_config": {"quant_algo": "FP8"}})
     assert spec.quantization.format == W8A8Spec(weights="tensor", inputs="static")
