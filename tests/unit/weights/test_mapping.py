@@ -3,12 +3,14 @@
 from penstock.weights.mapping import (
     DECODER_NAMES,
     MOE_NAMES,
+    TEXT_NAMES,
     Target,
     fuse,
     rename,
     rules,
     skip,
     stack,
+    unfuse,
     unstack,
 )
 
@@ -123,3 +125,25 @@ def test_tensors_of_all_experts_are_taken_apart_by_whole_names_and_found_backwar
     assert target == Target("layers.4.mlp.experts.ab.weight", 23)
     assert table.source(target) == name
     assert table.source(Target("layers.4.mlp.experts.ab", 23)) == "model.layers.4.mlp.experts.11.b"
+
+
+def test_a_fused_tensor_is_called_so_backwards():
+    table = rules(unfuse("qkv_proj", ("q_proj", "k_proj", "v_proj"), (4, 2, 2))) + RULES
+    rule = table.unfuse("model.layers.0.self_attn.qkv_proj.weight")
+    assert rule is not None and table.unfuse("model.layers.0.self_attn.o_proj.weight") is None
+    for part, word in enumerate(("q_proj", "k_proj", "v_proj")):
+        member = rule.member("model.layers.0.self_attn.qkv_proj.weight", part)
+        assert member == f"model.layers.0.self_attn.{word}.weight"
+        target = Target("layers.0.attention.qkv_proj.weight", part)
+        assert table.target(member) == target
+        assert table.source(target) == "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def test_a_language_model_beside_images_has_two_names_and_one_of_them_backwards():
+    table = TEXT_NAMES + RULES
+    target = Target("layers.0.attention.o_proj.weight")
+    for prefix in ("language_model.model", "model.language_model", "model"):
+        assert table.target(f"{prefix}.layers.0.self_attn.o_proj.weight") == target
+    assert table.source(target) == "language_model.model.layers.0.self_attn.o_proj.weight"
+    for name in ("vision_tower.a.weight", "model.vision_tower.a.weight", "vision_model.a.weight"):
+        assert table.target(name) is None
