@@ -24,6 +24,7 @@ def report(
         num_cached_tokens=min(seq.num_cached, seq.num_prompt) if is_first else 0,
         finish=reason,
         stop_id=new_ids[-1] if reason is FinishReason.STOP else None,
+        num_steps=seq.num_steps,
     )
     seq.num_reported = seq.num_output
     seq.unreported_logprobs.clear()

@@ -36,14 +36,15 @@ class PlanBuilder:
     # Where an older sequence waits for blocks.
     blocked_dp_ranks: set[int] = field(default_factory=set)
     _decodes: list[Entry] = field(default_factory=list)
+    _drafted: list[Entry] = field(default_factory=list)  # decodes of more than one token
     _prefills: list[Entry] = field(default_factory=list)
     _joins: list[RowJoin] = field(default_factory=list)
     _growth: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     @property
     def entries(self) -> list[Entry]:
-        """Decodes first."""
-        return self._decodes + self._prefills
+        """Decodes first, those with drafts behind the others."""
+        return self._decodes + self._drafted + self._prefills
 
     def has(self, seq: Sequence) -> bool:
         return seq.last_step == self.step_id
@@ -63,8 +64,9 @@ class PlanBuilder:
             )
         )
 
-    def decode(self, seq: Sequence, num_tokens: int, max_kv_len: int) -> None:
-        self._add(self._decodes, seq, FROM_DEVICE, num_tokens, num_tokens, max_kv_len)
+    def decode(self, seq: Sequence, num_drafts: int, max_kv_len: int) -> None:
+        entries, num_tokens = self._drafted if num_drafts else self._decodes, 1 + num_drafts
+        self._add(entries, seq, FROM_DEVICE, num_tokens, num_tokens, max_kv_len)
 
     def prefill(self, seq: Sequence, num_tokens: int) -> None:
         """The next chunk of `seq`; only the one that reaches the end needs logits."""
@@ -85,7 +87,7 @@ class PlanBuilder:
         assert seq.holder is not None
         seq.last_step = self.step_id
         seq.num_in_flight += 1
-        seq.num_pending += num_logit_rows > 0
+        seq.num_pending += num_logit_rows
         self.budgets[seq.dp_rank] -= num_tokens
         self._growth += [
             (seq.dp_rank, new.group, seq.row, new.index, new.block) for new in seq.holder.unsent()
@@ -118,6 +120,6 @@ class PlanBuilder:
             num_tokens=num_tokens,
             num_logit_rows=num_logit_rows,
             max_kv_lens=max_kv_lens,
-            num_decodes=len(self._decodes),
+            num_decodes=len(self._decodes) + len(self._drafted),
             needs_late_inputs=any(e.seq.request.late_inputs for e in entries),
         )

@@ -52,11 +52,10 @@ def may_start(
     match: PrefixMatch,
     running: list[Sequence],
     lengths: OutputLengths,
-    num_overshoot: int,
 ) -> bool:
-    """Whether `seq` may join `running`; steps in flight may write `num_overshoot` tokens more."""
+    """Whether `seq` may join `running`."""
     if policy is CapacityPolicy.GUARANTEED_NO_EVICT:
-        lengths_at_end = [most_tokens(s, num_overshoot) for s in [*running, seq]]
+        lengths_at_end = [most_tokens(s) for s in [*running, seq]]
         return kv.could_hold(lengths_at_end) and kv.fits(match, seq.num_tokens, 0)
     if not running:  # alone, a sequence may take everything
         return kv.fits(match, seq.num_tokens, 0)
@@ -84,9 +83,9 @@ def _growth(
     return float((num_still * left - given_back).max()) + seq.num_tokens - match.num_tokens
 
 
-def most_tokens(seq: Sequence, num_overshoot: int) -> int:
+def most_tokens(seq: Sequence) -> int:
     """What `seq` may ever write; its last token is never fed, so its cache is not needed."""
-    return seq.num_prompt + seq.request.max_tokens - 1 + num_overshoot
+    return seq.num_prompt + seq.request.max_tokens - 1
 
 
 def makes_way(policy: CapacityPolicy, running: Iterable[Sequence]) -> Sequence | None:

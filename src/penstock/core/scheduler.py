@@ -24,7 +24,7 @@ from penstock.types.step import FROM_DEVICE, StepPlan, StepResult
 
 
 class Scheduler:
-    """`kvs[r]`: cache of data-parallel rank r. A decode brings 1..`tokens_per_decode` tokens."""
+    """`kvs[r]`: cache of data-parallel rank r."""
 
     def __init__(
         self,
@@ -33,15 +33,11 @@ class Scheduler:
         counters: EngineCounters,
         *,
         max_in_flight_per_sequence: int | None = None,
-        tokens_per_decode: int = 1,
     ) -> None:
         self._config = config
         self._kvs = tuple(kvs)
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
-        self._tokens_per_decode = tokens_per_decode
-        # Steps in flight may write more than a sequence will use, since they count as one token.
-        self._overshoot = (tokens_per_decode - 1) * self._max_in_flight
         self._gates: list[Gate] = []
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths()
@@ -68,7 +64,7 @@ class Scheduler:
         self._num_arrived += 1
         self._by_id[request.id] = seq
         self._waiting.add(seq)
-        num_tokens = most_tokens(seq, self._overshoot)
+        num_tokens = most_tokens(seq)
         if not any(kv.could_hold([num_tokens]) for kv in self._kvs):
             return self._fail(seq, f"{num_tokens} tokens do not fit into the cache")
         return None
@@ -143,19 +139,38 @@ class Scheduler:
         return True
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
-        num_tokens = self._tokens_per_decode
-        for seq in list(self._running):
-            if seq.state is not State.RUNNING or seq.is_prefilling or not seq.wants_tokens:
+        ready = [seq for seq in self._running if self._may_decode(seq)]
+        spare = builder.budgets.copy()  # for drafts: what every decode's own token leaves
+        for seq in ready:
+            spare[seq.dp_rank] -= 1
+        for seq in ready:  # but for those who leave meanwhile
+            if seq.state is not State.RUNNING or not self._may_decode(seq):
                 continue
-            if seq.num_in_flight >= self._max_in_flight:
+            if not builder.budgets[seq.dp_rank]:
                 continue
-            if builder.budgets[seq.dp_rank] < num_tokens:
-                continue
-            max_kv_len = seq.num_tokens + (seq.num_pending + 1) * num_tokens - 1
+            num_drafts = self._num_drafts(seq, spare[seq.dp_rank])
+            max_kv_len = seq.num_tokens + seq.num_pending + num_drafts
             if self._reserve_blocks(builder, seq, max_kv_len):
                 if seq.num_tokens + seq.num_pending - 1 == seq.num_prefill:  # the first one
                     self._before_step(builder, seq, seq.num_prefill)
-                builder.decode(seq, num_tokens, max_kv_len)
+                spare[seq.dp_rank] -= num_drafts
+                builder.decode(seq, num_drafts, max_kv_len)
+
+    def _may_decode(self, seq: Sequence) -> bool:
+        is_free = seq.num_in_flight < self._max_in_flight
+        return is_free and not seq.is_prefilling and seq.wants_tokens
+
+    def _num_drafts(self, seq: Sequence, num_spare: int) -> int:
+        """Of what its row has drafted: as much as may be of use, and never a block of another's.
+
+        Late inputs are for one position, so nothing is drafted where there are any.
+        """
+        if not seq.num_drafts or seq.request.late_inputs:
+            return 0
+        num_drafts = max(0, min(seq.num_drafts, seq.num_wanted - 1, num_spare))
+        assert seq.holder is not None
+        most = seq.num_tokens + seq.num_pending + num_drafts
+        return num_drafts if self._kvs[seq.dp_rank].shortfall(seq.holder, most) <= 0 else 0
 
     def _reserve_blocks(self, builder: PlanBuilder, seq: Sequence, max_kv_len: int) -> bool:
         """Blocks for `seq` up to `max_kv_len`, if need be taken from others (`policy.victim`)."""
@@ -264,7 +279,7 @@ class Scheduler:
             return False
         peers = [s for s in self._running if s.dp_rank == dp_rank]
         policy = self._config.capacity_policy
-        if not may_start(policy, kv, seq, match, peers, self._lengths, self._overshoot):
+        if not may_start(policy, kv, seq, match, peers, self._lengths):
             self._held_up = seq, True
             return False
         holder = kv.open(match, seq.num_tokens)
@@ -291,10 +306,12 @@ class Scheduler:
         deltas: list[TokenDelta] = []
         # As lists at once: one number out of an array takes as long as the rest of an entry.
         tokens, numbers = result.token_ids.tolist(), result.num_accepted.tolist()
+        drafts = [0] * len(entries) if result.num_drafts is None else result.num_drafts.tolist()
         for i, entry in enumerate(entries):
             seq = entry.seq
             if seq.state is not State.RUNNING or seq.epoch != entry.epoch:
                 continue
+            seq.num_drafts = drafts[i]
             if why := result.error or result.failures.get(i):
                 deltas.append(self._fail(seq, why))
             elif delta := self._commit_entry(entry, i, tokens[i][: numbers[i]], result):
@@ -320,7 +337,12 @@ class Scheduler:
             if not prompt_logprobs:
                 return None
             return TokenDelta(request_id=seq.id, prompt_logprobs=prompt_logprobs)
-        seq.num_pending -= 1
+        seq.num_pending -= entry.num_logit_rows
+        seq.num_steps += 1
+        if entry.start == FROM_DEVICE:
+            self._counters.decodes += 1
+            self._counters.drafted_tokens += entry.num_tokens - 1
+            self._counters.accepted_tokens += len(new_ids) - 1
         reason, num_before = None, seq.num_output
         for token_id in new_ids:
             seq.append(token_id)

@@ -61,12 +61,14 @@ class Sequence:
         self.num_shared = 0  # tokens taken over from the cache, maybe others' too
         self.num_prefill = 0  # tokens this epoch must compute or take over before it decodes
         self.num_planned = 0  # of these, how many have been planned
-        self.num_pending = 0  # planned steps in flight that will each bring at least one token
+        self.num_pending = 0  # tokens that steps in flight bring at most
+        self.num_drafts = 0  # tokens its row has drafted, as far as results have come
         self.num_in_flight = 0  # all planned steps in flight
         self.last_step = -1  # the newest step that may write its blocks
         self.num_cached = 0  # prompt tokens taken over from the cache in the first epoch
         self.num_prompt_logprobs = 0  # positions whose prompt log-probabilities were reported
         self.num_reported = 0  # output tokens that were sent in deltas
+        self.num_steps = 0  # committed steps that brought output
         self.unreported_logprobs: list[TokenLogprob] = []
         self.has_prefilled = False  # its prompt was computed and committed at least once
         # Planned no more: it is preempted when its steps in flight have committed.
@@ -95,9 +97,12 @@ class Sequence:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether one more decode can be of use; those in flight count as one token each."""
-        has_room = self.num_output + self.num_pending < self.request.max_tokens
-        return has_room and not self.is_leaving
+        """Whether one more decode is of use even if those in flight bring all they may."""
+        return self.num_wanted > 0 and not self.is_leaving
+
+    @property
+    def num_wanted(self) -> int:
+        return self.request.max_tokens - self.num_output - self.num_pending
 
     def start(
         self, dp_rank: int, row: int, holder: Holder, num_shared: int, num_computed: int
@@ -129,6 +134,7 @@ class Sequence:
         self.row, self.holder = -1, None
         self.num_prefill = self.num_planned = self.num_pending = self.num_in_flight = 0
         self.is_leaving = False
+        self.num_drafts = 0
 
     def _move(self, to: State) -> None:
         assert to in _EDGES[self.state], (self.id, self.state, to)

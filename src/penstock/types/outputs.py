@@ -36,6 +36,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     finish: FinishReason | None = None
     stop_id: int | None = None  # the stop id that ended it
     error: str | None = None  # with FinishReason.ERROR: what went wrong, for the user
+    num_steps: int = 0  # that brought output, since the beginning
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):

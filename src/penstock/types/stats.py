@@ -11,6 +11,9 @@ class EngineCounters:
     steps: int = 0
     prompt_tokens: int = 0  # computed, so without reused ones
     generated_tokens: int = 0
+    decodes: int = 0  # of one sequence in one step
+    drafted_tokens: int = 0  # that decodes fed beside the last token
+    accepted_tokens: int = 0  # of the drafted ones
     prefill_chunks: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0

@@ -19,7 +19,7 @@ from penstock.types.sampling import SamplingParams
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
-FROM_DEVICE = -1  # in StepPlan.starts: the row itself knows its position and its next input token
+FROM_DEVICE = -1  # in StepPlan.starts: the row itself knows its position and its next input tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,11 @@ class StepPlan:
     sample.
 
     Entry i runs `num_tokens[i]` tokens of row `rows[i]`. `starts[i] >= 0`: prompt tokens from that
-    offset. FROM_DEVICE: decode, the row's own last token at the row's own position. Decode entries
-    come first. `num_logit_rows[i]` is 0 for a chunk that does not reach the end of what must be
-    prefilled. `max_kv_lens[i]` bounds the sequence's length after the step.
+    offset. FROM_DEVICE: decode, the row's own last token at the row's own position, and behind it
+    `num_tokens[i] - 1` of the tokens that were drafted for the row. Decode entries come first,
+    those with drafts behind the others. `num_logit_rows[i]` is 0 for a chunk that does not reach
+    the end of what must be prefilled, all tokens of a decode. `max_kv_lens[i]` bounds the
+    sequence's length after the step, as if every draft were accepted.
     """
 
     step_id: int
@@ -102,6 +104,10 @@ class StepPlan:
     @property
     def num_entries(self) -> int:
         return len(self.rows)
+
+    @property
+    def has_drafts(self) -> bool:
+        return bool((self.num_tokens[: self.num_decodes] > 1).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +133,7 @@ class LogprobRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What the device found. token_ids[i, :num_accepted[i]] are entry i's new tokens (none for a
-    middle chunk).
+    middle chunk). `num_drafts[i]`: tokens its row has drafted for its next step; None: nobody drafts.
 
     `logprobs[i]` and `prompt_logprobs[i]` exist for the entries that asked, keyed by entry index.
     `error` fails every request of the step, `failures[i]` the request of entry i alone: why.
@@ -138,5 +144,6 @@ class StepResult:
     num_accepted: Int32s  # [N]
     logprobs: dict[int, LogprobRows]
     prompt_logprobs: dict[int, LogprobRows]
+    num_drafts: Int32s | None = None  # [N]
     error: str | None = None
     failures: dict[int, str] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from core_engine import PROMPT, Engine
-from fake_executor import oracle
+from fake_executor import MAX_DRAFTS, next_token, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,6 +96,13 @@ def test_an_entry_that_fails_ends_its_request_and_no_other(monkeypatch, depth):
     engine.assert_empty()
 
 
+def some_drafts(text):
+    """None, one or more, and of them none, some or all are right."""
+    number = next_token((-1, *text))
+    num_drafts = number % (MAX_DRAFTS + 1)
+    return num_drafts, number // 7 % (num_drafts + 1)
+
+
 traffic = st.lists(
     st.one_of(
         st.tuples(
@@ -120,7 +127,7 @@ traffic = st.lists(
     events=traffic,
     depth=st.sampled_from([1, 2, 4]),
     num_ranks=st.sampled_from([1, 2]),
-    tokens_per_decode=st.sampled_from([1, 3]),
+    drafting=st.booleans(),
     num_blocks=st.integers(15, 30),
     chunked=st.booleans(),
     partial=st.booleans(),
@@ -132,14 +139,12 @@ traffic = st.lists(
     failing=st.sets(st.integers(0, 60), max_size=6),
 )
 def test_any_traffic_gives_every_request_its_tokens_and_one_end(
-    events, depth, num_ranks, tokens_per_decode, num_blocks, chunked, partial, policy, window,
+    events, depth, num_ranks, drafting, num_blocks, chunked, partial, policy, window,
     num_states, num_host_blocks, reuse, failing,
 ):  # fmt: skip
-    if num_states is not None:
-        tokens_per_decode = 1  # a state cannot go back to before a rejected token
     engine = Engine(
-        num_blocks=num_blocks, num_ranks=num_ranks, tokens_per_decode=tokens_per_decode,
-        accept=lambda text: 1 + sum(text) % 3, depth=depth, chunked_prefill=chunked,
+        num_blocks=num_blocks, num_ranks=num_ranks, drafts=some_drafts if drafting else None,
+        depth=depth, chunked_prefill=chunked,
         max_num_tokens=20 if not chunked else 7, block_reuse=reuse,
         partial_reuse=reuse and partial, capacity_policy=policy, window=window,
         num_states=num_states, num_host_blocks=num_host_blocks,

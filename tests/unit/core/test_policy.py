@@ -114,16 +114,15 @@ def test_outputs_shorter_than_allowed_let_more_start():
 
 
 @pytest.mark.parametrize("policy", CapacityPolicy)
-def test_steps_in_flight_that_write_more_than_is_kept_have_room_for_it(policy):
-    """Each decode brings 1 to 3 tokens and counts as one while it is in flight."""
+def test_drafts_never_need_more_cache_than_the_request_could_fill_by_itself(policy):
+    """Each decode may bring 1 to 3 tokens, and counts as all of them while it is in flight."""
     num_tokens = 8 * 4 + 1  # of prompt and output: the last one is never fed
     for too_many in (0, 1):
         engine = Engine(
-            num_blocks=9, depth=2, tokens_per_decode=3, accept=lambda text: 1 + sum(text) % 3,
+            num_blocks=9, depth=2, drafts=lambda text: (2, sum(text) % 3),
             max_batch_size=1, capacity_policy=policy,
         )  # fmt: skip
-        num_overshoot = (3 - 1) * 2
-        max_tokens = num_tokens - len(PROMPT) - num_overshoot + too_many
+        max_tokens = num_tokens - len(PROMPT) + too_many
         rid = engine.submit(PROMPT, max_tokens=max_tokens)
         engine.run_dry()
         if too_many:
@@ -131,3 +130,5 @@ def test_steps_in_flight_that_write_more_than_is_kept_have_room_for_it(policy):
         else:
             assert engine.tokens[rid] == oracle(PROMPT, max_tokens)
             assert engine.counters.preemptions == 0
+            assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
+            assert engine.counters.decodes + engine.counters.accepted_tokens + 1 >= max_tokens
