@@ -8,7 +8,7 @@ Reads no file, no environment and no device; but for the seed, equal inputs give
 import secrets
 from typing import TypeVar
 
-from penstock.config.run import RunConfig
+from penstock.config.run import NGramDrafting, RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
@@ -123,6 +123,7 @@ def resolve(
         else (),
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,
+        drafting=_drafting(config),
         seed=choices.add("seed", _seed(config)),
         choices=tuple(choices.made),
     )
@@ -452,6 +453,18 @@ def _depth(config: EngineConfig, kind: str) -> Reasoned[int]:
     if kind == "cpu":
         return 1, "on a CPU the step and its planning share the cores"
     return 2, "the next step is planned while the GPU runs this one"
+
+
+def _drafting(config: EngineConfig) -> NGramDrafting | None:
+    asked = config.speculative_config
+    if asked is None:
+        return None
+    return NGramDrafting(
+        max_drafts=asked.max_draft_len,
+        max_size=asked.max_matching_ngram_size,
+        use_oldest=asked.is_keep_all and asked.is_use_oldest,
+        max_decodes=asked.max_concurrency,
+    )
 
 
 def _seed(config: EngineConfig) -> Reasoned[int]:

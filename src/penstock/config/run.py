@@ -1,6 +1,7 @@
 """`RunConfig`: what the engine will run. Every `auto` about the engine is gone, nothing decides
 later. By `resolve`."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +21,16 @@ class QueuePolicy(StrEnum):
 
     PRIORITY = "priority"  # larger request priority first, equal ones first come first served
     FCFS = "fcfs"  # first come first served, priorities are not looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NGramDrafting:
+    """Drafts are what followed the last tokens when the sequence held them before."""
+
+    max_drafts: int
+    max_size: int  # tokens that are compared
+    use_oldest: bool  # of equally long matches
+    max_decodes: int | None = None  # of a step; with more nothing is drafted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +73,18 @@ class RunConfig:
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
     ep_size: int = 1  # expert-parallel groups; the ranks of a group shard each expert
+    drafting: NGramDrafting | None = None  # None: one token a step and sequence
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
     max_queued_tokens: int = 1 << 40  # of prompts, waiting or running
     choices: tuple[SettingChoice, ...] = ()
+
+    @property
+    def max_drafts(self) -> int:
+        """Tokens that a decode may feed beside its last one."""
+        return self.drafting.max_drafts if self.drafting is not None else 0
+
+    @property
+    def max_drafting_decodes(self) -> float:
+        """Of a step; with more of them nothing is drafted."""
+        most = self.drafting.max_decodes if self.drafting is not None else None
+        return math.inf if most is None else most

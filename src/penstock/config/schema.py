@@ -24,6 +24,7 @@ from penstock.config.http import HttpConfig
 from penstock.config.kv_cache import KvCacheConfig
 from penstock.config.messages import explain
 from penstock.config.moe import MoeConfig
+from penstock.config.speculative import SpeculativeConfig
 from penstock.config.trtllm_fields import canonical, translate
 from penstock.errors import ConfigError
 
@@ -274,6 +275,11 @@ class EngineConfig(StrictModel):
     )
 
     moe_config: MoeConfig = setting(MoeConfig(), "Layers of experts, in models that have them.")
+    speculative_config: SpeculativeConfig | None = setting(
+        None,
+        "Drafted tokens, several of which a step can check; the output stays the same. null: none.",
+        status="beta",
+    )
 
     # statistics
     max_stats_len: int = setting(

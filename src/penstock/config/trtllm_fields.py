@@ -27,6 +27,22 @@ class Ruling:
     neutral: tuple[object, ...] = ()
     # Of a supported field: values that are dropped with a warning, and why.
     dropped: Mapping[str, str] = field(default_factory=dict)
+    # Of a supported section: the kind that is; others are ignored with a warning, and why.
+    kind: "Kind | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    field: str
+    value: str
+    otherwise: str
+
+    def fits(self, section: Mapping[str, object]) -> bool:
+        """However it is spelled; one that is not given fits."""
+        given = section.get(self.field)
+        if not isinstance(given, str):
+            return True
+        return given.replace("_", "").replace("-", "").lower() == self.value.lower()
 
 
 SUPPORTED = Ruling(Verdict.SUPPORTED)
@@ -52,7 +68,19 @@ _NO_WAIT = "prompts are never held back to fill a step"
 _FP32_STATE = "recurrent states are float32"
 _NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
 _NO_DP = ignored("attention data parallelism is not there yet; attention is tensor parallel", False)
-_NO_SPECULATION = ignored("speculative decoding is not there yet; tokens are the same without it")
+_OTHER_DRAFTER = "it belongs to another decoding_type than NGram, the only one there is"
+_NGRAM_FIELDS = (
+    *("decoding_type", "max_draft_len", "max_concurrency", "max_matching_ngram_size"),
+    *("is_keep_all", "is_use_oldest"),
+)
+_OTHER_DRAFTERS_FIELDS = (
+    *("speculative_model", "load_format", "use_relaxed_acceptance_for_thinking", "relaxed_topk"),
+    *("relaxed_delta", "use_mtp_vanilla", "mtp_eagle_one_model", "begin_thinking_phase_token"),
+    *("end_thinking_phase_token", "sa_config", "eagle3_one_model", "eagle3_layers_to_capture"),
+    *("eagle3_model_arch", "use_dynamic_tree", "dynamic_tree_max_topK", "eagle_choices"),
+    *("greedy_sampling", "posterior_threshold", "enable_global_pool", "global_pool_size"),
+    *("mask_token_id", "target_layer_ids", "output_directory", "write_interval", "file_prefix"),
+)
 _NO_COMPILE = ignored("no model is run through torch.compile")
 _NO_LORA = "adapters are not there yet"
 _NO_TRANSFER = "prefill and decode in separate servers is not there yet"
@@ -276,18 +304,42 @@ _OUTPUT = {
     "reasoning_parser": SUPPORTED,
     **_section(
         "speculative_config",
-        _NO_SPECULATION,
-        "decoding_type max_draft_len max_total_draft_tokens speculative_model max_concurrency "
-        "draft_len_schedule load_format acceptance_window acceptance_length_threshold "
-        "allow_advanced_sampling use_rejection_sampling use_relaxed_acceptance_for_thinking "
-        "relaxed_topk relaxed_delta use_mtp_vanilla mtp_eagle_one_model "
-        "begin_thinking_phase_token end_thinking_phase_token sa_config eagle3_one_model "
-        "eagle3_layers_to_capture eagle3_model_arch use_dynamic_tree dynamic_tree_max_topK "
-        "eagle_choices greedy_sampling posterior_threshold max_matching_ngram_size is_keep_all "
-        "is_use_oldest is_public_pool enable_global_pool global_pool_size mask_token_id "
-        "target_layer_ids output_directory write_interval file_prefix",
+        Ruling(
+            Verdict.SUPPORTED,
+            kind=Kind(
+                "decoding_type",
+                "NGram",
+                "of the decoding types only NGram is there yet; tokens are the same without it",
+            ),
+        ),
+        {
+            **dict.fromkeys(_NGRAM_FIELDS, SUPPORTED),
+            "is_public_pool": rejected(
+                "a request drafts from its own tokens: by a pool of all requests one user could "
+                "tell what others write; set it to false or leave it out",
+                False,
+            ),
+            "max_total_draft_tokens": ignored("drafts are no tree; max_draft_len bounds them"),
+            "draft_len_schedule": rejected("set max_draft_len, and max_concurrency"),
+            **dict.fromkeys(
+                ("acceptance_window", "acceptance_length_threshold"),
+                rejected("drafting does not end by itself; set max_concurrency"),
+            ),
+            "allow_advanced_sampling": ignored(
+                "sampled requests are always drafted for; their tokens stay the same", True
+            ),
+            "use_rejection_sampling": ignored(
+                "a draft is accepted if it is the token that would have been drawn", False
+            ),
+            **dict.fromkeys(
+                _OTHER_DRAFTERS_FIELDS,
+                rejected(_OTHER_DRAFTER),
+            ),
+        },
     ),
-    **_section("speculative_config.sa_config", _NO_SPECULATION, "threshold enable_global_pool"),
+    **_section(
+        "speculative_config.sa_config", rejected(_OTHER_DRAFTER), "threshold enable_global_pool"
+    ),
 }
 
 _STATISTICS = {
@@ -391,6 +443,12 @@ def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
             kept[name] = value
         elif ruling.verdict is Verdict.SUPPORTED:
             if path in _SECTIONS and isinstance(value, Mapping):
+                if ruling.kind is not None and not ruling.kind.fits(value):
+                    _refuse_unknown_inside(path, value)
+                    warnings.append(f"{path} is ignored: {ruling.kind.otherwise}")
+                    continue
+                if ruling.kind is not None and ruling.kind.field in value:
+                    value = {**value, ruling.kind.field: ruling.kind.value}
                 kept[name], lines = translate(value, path + ".")
                 warnings += lines
             elif isinstance(value, str) and value in ruling.dropped:

@@ -143,6 +143,8 @@ class Scheduler:
         spare = builder.budgets.copy()  # for drafts: what every decode's own token leaves
         for seq in ready:
             spare[seq.dp_rank] -= 1
+        if len(ready) > self._config.max_drafting_decodes:
+            spare = [0] * len(spare)
         for seq in ready:  # but for those who leave meanwhile
             if seq.state is not State.RUNNING or not self._may_decode(seq):
                 continue

@@ -95,10 +95,15 @@ class Engine:
         self.scheduler = Scheduler(config, [KVManager(groups, cache.num_host_blocks)], counters)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
 
+        num_described = 0
+
         def describe(plan: StepPlan, started: float) -> IterationStats:
+            nonlocal num_described
             counters.graph_replays = runner.num_graph_replays
             seconds = time.monotonic() - started
-            return describe_step(plan, counters, config, seconds, runner.device_bytes)
+            num_accepted = counters.accepted_tokens - num_described
+            num_described += num_accepted
+            return describe_step(plan, counters, config, seconds, runner.device_bytes, num_accepted)
 
         self.loop = EngineLoop(
             self.scheduler,

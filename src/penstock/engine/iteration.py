@@ -13,8 +13,10 @@ def describe_step(
     config: RunConfig,
     seconds: float,
     device_bytes: int,
+    num_accepted: int,
 ) -> IterationStats:
     num_context = plan.num_entries - plan.num_decodes
+    num_drafts = plan.num_tokens[: plan.num_decodes] - 1
     num_reused = sum(join.num_computed // config.tokens_per_block for join in plan.joins)
     return IterationStats(
         iter=plan.step_id,
@@ -34,4 +36,7 @@ def describe_step(
         reused_blocks=num_reused,
         missed_blocks=len(plan.growth.rows) - num_reused,
         gpu_mem_bytes=device_bytes,
+        num_drafting=int((num_drafts > 0).sum()),
+        num_drafted=int(num_drafts.sum()),
+        num_accepted=num_accepted,
     )

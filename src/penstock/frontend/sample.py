@@ -46,6 +46,7 @@ class Sample:
             self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self.num_tokens = 0  # made for it up to now, whether sent or not
         self._num_sent = 0
+        self._num_steps = 0  # that made them
         # what is not sent yet; text only with stop strings, else it is made from the ids when sent
         self._text: list[str] = []
         self._ids: list[int] = []
@@ -68,6 +69,7 @@ class Sample:
             found = self._stops.found
         else:
             self.num_tokens += len(ids)
+        self._num_steps = max(self._num_steps, delta.num_steps)
         self._ids += ids
         self._logprobs += delta.logprobs[: len(ids)]
         self._prompt_logprobs += delta.prompt_logprobs
@@ -133,6 +135,7 @@ class Sample:
             finish=finish,
             stop_reason=stop_reason,
             error=error,
+            tokens_per_step=self.num_tokens / self._num_steps if self._num_steps else 1.0,
         )
         self.is_done = finish is not None
         self._num_sent = self.num_tokens

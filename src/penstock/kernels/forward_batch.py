@@ -2,13 +2,29 @@
 
 Legend: T tokens in the step, N sequences (entries), R rows, M blocks a row may have.
 Tokens of entry i are [query_starts[i], query_starts[i + 1]). Decode entries come first, one token
-each.
+each. A token that was drafted is an entry of its own: attention reads its sequence's cache up to
+there, as for any decode. Layers whose state runs through the tokens of a sequence read `drafted`.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedSpans:
+    """Batch field of a step with drafts: the tokens of one sequence, as a range.
+
+    First come `num_single` decodes of one token, then `num_drafted` with drafts, then chunks.
+    Whatever a layer keeps of the second kind, it keeps as if they had not run, until it is told how
+    many of their tokens count (`CachedLayer.accept`).
+    """
+
+    starts_E1: Tensor  # int32
+    num_single: int
+    num_drafted: int
+    drafted_tokens: slice  # of the second kind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +42,7 @@ class ForwardBatch:
     others: tuple["ForwardBatch", ...] = ()  # the step as the layers of further groups see it
     plans: dict[Any, Any] = field(default_factory=dict)  # worked out by one layer for those behind
     cached_lens: tuple[int, ...] = ()  # host; of the entries behind the decodes: tokens before T
+    drafted: DraftedSpans | None = None  # None: no token was drafted
 
     def of_group(self, group: int) -> "ForwardBatch":
         """The step with the slots and the block table of one cache group."""

@@ -1,13 +1,16 @@
 """The gated delta net: a short convolution, then a linear memory of keys and values with decay.
 
 Takes the place of attention. What a sequence remembers has one size however long it is: a block of
-each of two planes.
+each of two planes. It cannot step back, so tokens that were drafted leave it as it was: their
+inputs are kept, which are small, and those of the accepted ones go through it once more.
 """
 
 # T tokens in the step, C hidden size, N entries, S slots
 # of this rank: H key heads, V value heads, R = V / H, X columns of the fused projection
 # K key size, D value size, E = R * D, P past inputs of the convolution, F its channels, W its taps
+# B sequences with drafts, Q their tokens
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -48,6 +51,19 @@ class ShortConv(nn.Module):
     def finish(self) -> None:
         kept = torch.cat([self.weight[part.start : part.stop] for part in self.channels])
         self.weight = nn.Parameter(kept, requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftedInputs:
+    """Of tokens whose place in the output is not known yet."""
+
+    qkvz_QX: Tensor
+    k_QHK: Tensor
+    v_QVD: Tensor
+    g_QV: Tensor
+    beta_QV: Tensor
+    slots_B: Tensor
+    starts_B1: Tensor  # of each sequence's tokens
 
 
 class GatedDeltaNet(CachedLayer):
@@ -110,6 +126,7 @@ class GatedDeltaNet(CachedLayer):
         self.state = spec.state(ranks.size, str(build.dtype).removeprefix("torch."))
         self.conv_SPF: Tensor | None = None
         self.state_SVKD: Tensor | None = None
+        self.drafted: _DraftedInputs | None = None
 
     def _columns(self) -> Tensor:
         """Which column of the fused projection each channel of the convolution reads."""
@@ -138,7 +155,13 @@ class GatedDeltaNet(CachedLayer):
         batch = batch.of_group(self.group)
         qkvz_TX = _project(self.in_proj_qkvz, x_TC, batch)
         ba_TX = _project(self.in_proj_ba, x_TC, batch)[:, self.ba_columns]
-        places = (*_states(batch), batch.query_starts_N1, batch.num_decodes)
+        spans = batch.drafted
+        if spans is None:
+            places = (*_states(batch), batch.query_starts_N1, batch.num_decodes)
+        else:
+            places = (*_states(batch), spans.starts_E1, spans.num_single)
+            slots_B = places[0][spans.num_single :][: spans.num_drafted].long()
+            before = self.conv_SPF[slots_B], self.state_SVKD[slots_B]
         qkv_TF = causal_conv(qkvz_TX, self.columns_F, self.conv1d.weight, self.conv_SPF, *places)
         widths = (self.keys_width, self.keys_width, self.values_width)
         q_TX, k_TX, v_TX = qkv_TF.split(widths, dim=1)
@@ -147,29 +170,60 @@ class GatedDeltaNet(CachedLayer):
             self.A_log,
             self.dt_bias,
         )
-        out_TVD = gated_delta(
-            q_TX.unflatten(1, (self.num_key_heads, self.key_size)),
-            k_TX.unflatten(1, (self.num_key_heads, self.key_size)),
-            v_TX.unflatten(1, (self.num_value_heads, self.value_size)),
-            g_TV,
-            beta_TV,
-            self.state_SVKD,
-            *places,
-        )
+        k_THK = k_TX.unflatten(1, (self.num_key_heads, self.key_size))
+        v_TVD = v_TX.unflatten(1, (self.num_value_heads, self.value_size))
+        q_THK = q_TX.unflatten(1, (self.num_key_heads, self.key_size))
+        out_TVD = gated_delta(q_THK, k_THK, v_TVD, g_TV, beta_TV, self.state_SVKD, *places)
+        if spans is not None:
+            self.conv_SPF[slots_B], self.state_SVKD[slots_B] = before
+            here, starts_B1 = spans.drafted_tokens, spans.starts_E1[spans.num_single :]
+            self.drafted = _DraftedInputs(
+                qkvz_TX[here],
+                k_THK[here],
+                v_TVD[here],
+                g_TV[here],
+                beta_TV[here],
+                slots_B,
+                starts_B1[: spans.num_drafted + 1] - here.start,
+            )
         by_head_THX = qkvz_TX.unflatten(1, (self.num_key_heads, self.head_width))
         z_THE = by_head_THX[:, :, 2 * self.key_size + self.heads_per_key * self.value_size :]
         out_TVD = rms_norm_gated(out_TVD, z_THE, self.out_norm.weight, self.out_norm.eps)
         wanted = self.out_proj.input_format(batch.num_tokens)
         return self.out_proj(converted(out_TVD.flatten(1), wanted), batch)
 
+    def accept(self, num_accepted_E: Tensor) -> None:
+        """The accepted tokens' inputs once more, this time for good. The rejected ones behind them
+        are entries, too: they write to the slot that belongs to nobody."""
+        assert self.conv_SPF is not None and self.state_SVKD is not None, "cache not bound"
+        kept, self.drafted = self.drafted, None
+        if kept is None:
+            return
+        firsts_B, last = kept.starts_B1[:-1], kept.starts_B1[-1:]
+        starts = torch.stack((firsts_B, firsts_B + num_accepted_E.int()), dim=1).flatten()
+        slots = torch.stack((kept.slots_B, torch.zeros_like(kept.slots_B)), dim=1).flatten().int()
+        places = (slots, slots > 0, torch.cat((starts, last)), 0)
+        causal_conv(kept.qkvz_QX, self.columns_F, self.conv1d.weight, self.conv_SPF, *places)
+        gated_delta(  # whatever is asked of the state, it becomes the same
+            kept.k_QHK,
+            kept.k_QHK,
+            kept.v_QVD,
+            kept.g_QV,
+            kept.beta_QV,
+            self.state_SVKD,
+            *places,
+        )
+
 
 def _states(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """(slot, whether it holds a state) of each entry, found once for all layers."""
+    """(slot, whether it holds a state) of each sequence, found once for all layers."""
     if "states" not in batch.plans:
         slots_N, positions_N = batch.slots_T, batch.positions_T
-        if batch.num_decodes < batch.num_entries:
+        if batch.num_decodes < batch.num_entries or batch.drafted is not None:
+            spans = batch.drafted
+            starts_N1 = batch.query_starts_N1 if spans is None else spans.starts_E1
             # An entry that only fills up a CUDA graph may begin behind the last token.
-            first_N = batch.query_starts_N1[:-1].long().clamp(max=batch.num_tokens - 1)
+            first_N = starts_N1[:-1].long().clamp(max=batch.num_tokens - 1)
             slots_N, positions_N = slots_N[first_N], positions_N[first_N]
         batch.plans["states"] = slots_N.int(), positions_N > 0
     return cast(tuple[Tensor, Tensor], batch.plans["states"])

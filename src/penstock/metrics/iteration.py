@@ -48,7 +48,7 @@ class IterationLog:
 
 def as_trtllm(stats: IterationStats) -> dict[str, Any]:
     looked_up = stats.reused_blocks + stats.missed_blocks
-    return {
+    listed = {
         "timestamp": stats.timestamp,
         "iter": stats.iter,
         "iterLatencyMS": stats.latency_ms,
@@ -73,3 +73,11 @@ def as_trtllm(stats: IterationStats) -> dict[str, Any]:
             "numCtxTokens": stats.num_context_tokens,
         },
     }
+    if stats.num_drafting:
+        listed["specDecodingStats"] = {
+            "numDraftTokens": stats.num_drafted,
+            "numAcceptedTokens": stats.num_accepted,
+            "numRequestsWithDraftTokens": stats.num_drafting,
+            "acceptanceLength": 1 + stats.num_accepted / stats.num_drafting,
+        }
+    return listed

@@ -46,6 +46,9 @@ _HELP: Mapping[str, str] = {  # fields of `EngineCounters`
     "steps": "Engine steps: batches that went through the model",
     "prompt_tokens": "Prompt tokens computed; those reused from the prefix cache do not count",
     "generated_tokens": "Output tokens sampled by the engine",
+    "decodes": "Decodes: of one sequence in one engine step, one output token or more each",
+    "drafted_tokens": "Tokens that were drafted and fed to the model beside a sequence's last one",
+    "accepted_tokens": "Drafted tokens that became output",
     "prefill_chunks": "Pieces in which prompts were computed; a prompt in one piece counts once",
     "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
@@ -72,6 +75,8 @@ _GAUGES = frozenset(("max_steps_in_flight", *GAUGES))
 _COUNTER_ALIASES: Mapping[str, tuple[str, ...]] = {
     "prompt_tokens": ("trtllm_prompt_tokens", "vllm:prompt_tokens"),
     "generated_tokens": ("trtllm_generation_tokens", "vllm:generation_tokens"),
+    "drafted_tokens": ("vllm:spec_decode_num_draft_tokens",),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens",),
     "prefix_query_tokens": ("vllm:prefix_cache_queries",),
     "prefix_hit_tokens": ("vllm:prefix_cache_hits",),
     "preemptions": ("vllm:num_preemptions",),

@@ -46,7 +46,7 @@ class LayerGroup:
         """Blocks of a group of windows."""
         assert self.window is not None, self.spec
         needed = window_blocks_needed(
-            self.window,
+            self.window + config.depth * config.max_drafts,
             config.tokens_per_block,
             config.max_batch_size,
             config.max_num_tokens,

@@ -4,7 +4,8 @@ True lengths and last tokens live here, on the device. A decode step is built fr
 host sends row numbers. Nothing in this file waits for the device.
 """
 
-# R rows (the last one is padding), M blocks a row may have, N entries, T tokens, L logit rows
+# R rows (the last one is padding), M blocks a row may have, N entries, T tokens, L logit rows,
+# K most drafts of a row
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.forward_batch import ForwardBatch
+from penstock.kernels.forward_batch import DraftedSpans, ForwardBatch
 from penstock.kernels.gather import decode_inputs
 from penstock.kernels.transfer import to_device
+from penstock.sampling.verification import Accepted, DraftedRows
 from penstock.types.step import FROM_DEVICE, Int32s, StepPlan
 
 _ALIGNED = 4  # numbers in 16 bytes
@@ -59,6 +61,7 @@ class StepInputs:
     kv_lens_L: Tensor  # int32: their lengths, the index of the token they sample
     rows: NDArray[np.int32]  # the same rows on the host
     logit_index_L: Tensor | None  # token of each logit row; None: all of them, in order
+    drafted: DraftedRows | None = None  # None: one logit row an entry
 
 
 class Rows:
@@ -71,6 +74,7 @@ class Rows:
         block_size: int,
         device: torch.device,
         groups: Sequence[bool] = (True,),
+        max_drafts: int = 0,
     ) -> None:
         """`groups`: of each cache group, whether blocks hold `block_size` tokens; else one holds
         the whole sequence, and a token's slot is that block."""
@@ -79,6 +83,7 @@ class Rows:
         self.padding_row = max_rows
         self.last_tokens_R = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.lengths_R = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.drafts_RK = torch.full((max_rows + 1, max_drafts), -1, device=device)
         self.block_tables = [
             torch.zeros(
                 (max_rows + 1, max_blocks if is_paged else 1), dtype=torch.int32, device=device
@@ -86,7 +91,8 @@ class Rows:
             for is_paged in groups
         ]
         self._is_paged = tuple(groups)
-        self._arange_R1 = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
+        num_entries = max_rows * (1 + max_drafts) + 1
+        self._arange_R1 = torch.arange(num_entries + 1, dtype=torch.int32, device=device)
         self._prefill_ids: dict[int, Int32s] = {}  # host: what each row must prefill
 
     def apply(self, plan: StepPlan) -> None:
@@ -122,6 +128,59 @@ class Rows:
             kv_lens_L=batch.kv_lens_N[sampling_rows],
             rows=plan.rows[sampling],
             logit_index_L=(batch.query_starts_N1[1:].long() - 1)[sampling_rows],
+        )
+
+    def build_drafted(self, plan: StepPlan) -> StepInputs:
+        """The same where a decode has drafts: each of its tokens is an entry of the batch."""
+        num_decodes, counts = plan.num_decodes, plan.num_tokens
+        fed, num_fed = counts[:num_decodes], int(counts[:num_decodes].sum())
+        num_single, ends = int((fed == 1).sum()), np.cumsum(counts)
+        offsets = np.arange(num_fed, dtype=np.int32)
+        offsets -= np.repeat(ends[:num_decodes] - fed, fed).astype(np.int32)
+        by_token = replace(
+            plan,
+            rows=np.concatenate((np.repeat(plan.rows[:num_decodes], fed), plan.rows[num_decodes:])),
+            starts=np.append(np.full(num_fed, FROM_DEVICE, np.int32), plan.starts[num_decodes:]),
+            num_tokens=np.append(np.ones(num_fed, np.int32), counts[num_decodes:]),
+            num_decodes=num_fed,
+        )
+        sampling = np.flatnonzero(plan.num_logit_rows)
+        sampling_chunks = sampling[sampling >= num_decodes]
+        *tensors, offsets_N, starts_E1, logit_index_L, rows_L, rows_N = all_to_device(
+            [
+                *self._host_arrays(by_token, by_token.num_entries, int(ends[-1])),
+                _filled(offsets, by_token.num_entries, 0),
+                np.append(0, ends),
+                np.append(np.arange(num_fed), ends[sampling_chunks] - 1),
+                np.append(by_token.rows[:num_fed], plan.rows[sampling_chunks]),
+                plan.rows[sampling],
+            ],
+            self.device,
+        )
+        batch = self._batch(
+            tensors,
+            num_decodes=num_fed,
+            max_query_len=int(by_token.num_tokens.max()),
+            max_kv_len=int(plan.max_kv_lens.max()),
+            cached_lens=tuple(plan.starts[num_decodes:].tolist()),
+            offsets_N=offsets_N,
+            drafted=DraftedSpans(
+                starts_E1=starts_E1,
+                num_single=num_single,
+                num_drafted=num_decodes - num_single,
+                drafted_tokens=slice(num_single, num_fed),
+            ),
+        )
+        logit_index = logit_index_L.long()
+        return StepInputs(
+            batch=batch,
+            rows_L=rows_L.long(),
+            kv_lens_L=batch.positions_T[logit_index].int() + 1,
+            rows=np.append(by_token.rows[:num_fed], plan.rows[sampling_chunks]),
+            logit_index_L=logit_index,
+            drafted=DraftedRows(
+                plan.num_logit_rows[sampling], self.drafts_RK[rows_N.long(), : int(fed.max()) - 1]
+            ),
         )
 
     def pack_chunks(self, plan: StepPlan, num_entries: int, num_tokens: int) -> Int32s:
@@ -169,20 +228,30 @@ class Rows:
         max_query_len: int,
         max_kv_len: int,
         cached_lens: tuple[int, ...] = (),
+        offsets_N: Tensor | None = None,
+        drafted: DraftedSpans | None = None,
     ) -> ForwardBatch:
-        """From the arrays of `_host_arrays`. Rows are as long as their entries say from here on."""
+        """From the arrays of `_host_arrays`. Rows are as long as their entries say from here on.
+
+        `offsets_N`: how far each decode is behind its row's end; the drafts are fed there, and the
+        row grows when it is known how many of them count.
+        """
         rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T = tensors
         is_prompt_N = starts_N != FROM_DEVICE
         rows = rows_N.long()
-        firsts_N = torch.where(is_prompt_N, starts_N, self.lengths_R[rows])
+        own_firsts_N, own_ids_N = self.lengths_R[rows], self.last_tokens_R[rows]
+        if offsets_N is not None:
+            own_firsts_N = own_firsts_N + offsets_N
+            drafts_N = self.drafts_RK[rows, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
+            own_ids_N = torch.where(offsets_N > 0, drafts_N, own_ids_N)
+        firsts_N = torch.where(is_prompt_N, starts_N, own_firsts_N)
         entries = entries_T.long()
         rows_T = rows[entries]
         positions_T = (firsts_N[entries] + offsets_T).long()
-        input_ids_T = torch.where(
-            is_prompt_N[entries], ids_T.long(), self.last_tokens_R[rows][entries]
-        )
+        input_ids_T = torch.where(is_prompt_N[entries], ids_T.long(), own_ids_N[entries])
         kv_lens_N = firsts_N + counts_N
-        self.lengths_R.index_copy_(0, rows, kv_lens_N)
+        grown = slice(0 if offsets_N is None else num_decodes, None)
+        self.lengths_R.index_copy_(0, rows[grown], kv_lens_N[grown])
         return self._with_groups(
             rows_T,
             ForwardBatch(
@@ -197,6 +266,7 @@ class Rows:
                 max_query_len=max_query_len,
                 max_kv_len=max_kv_len,
                 cached_lens=cached_lens,
+                drafted=drafted,
             ),
         )
 
@@ -260,6 +330,14 @@ class Rows:
     def accept(self, rows_L: Tensor, token_ids_L: Tensor) -> None:
         """The sampled tokens are what these rows feed next."""
         self.last_tokens_R.index_copy_(0, rows_L, token_ids_L)
+
+    def accept_drafted(self, rows_N: Tensor, indices_N: Tensor, accepted: Accepted) -> None:
+        """The same of several tokens each, from `indices_N` on: the last one that counts is fed
+        next, and the next step overwrites what lies in the cache behind it."""
+        num_accepted_N = accepted.num_accepted_N
+        last_N = accepted.token_ids_NW.gather(1, num_accepted_N[:, None] - 1)[:, 0]
+        self.accept(rows_N, last_N)
+        self.lengths_R.index_copy_(0, rows_N, indices_N + num_accepted_N.int() - 1)
 
     def prefill_ids(self, row: int) -> Int32s:
         """What the row must prefill, on the host."""

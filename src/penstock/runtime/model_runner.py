@@ -3,13 +3,14 @@
 Everything is enqueued; the first to wait for the device is the handle's `wait`.
 """
 
-# T tokens in the step, N entries, L logit rows, D hidden size, V vocabulary, 2 a token and whether
-# it is one
+# T tokens in the step, N entries that sample, L logit rows, W most of an entry, D hidden size,
+# V vocabulary, 2 a token and whether it is one, K most drafts of a row
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.transfer import start_copy_to_host, to_device
@@ -17,12 +18,14 @@ from penstock.layers.decoder import Decoder
 from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
+from penstock.runtime.drafter import Drafter
 from penstock.runtime.graphs import CHUNK_ENTRIES, ChunkGraphs, DecodeGraphs, GraphStep, Outputs
 from penstock.runtime.input_batch import Rows, StepInputs
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
 from penstock.sampling.logprobs import SampledLogprobs
 from penstock.sampling.sampler import NOT_FINITE, Sampler
+from penstock.sampling.verification import Accepted, DraftedRows, verify
 from penstock.types.step import Int32s, LateInputs, StepPlan, StepResult
 
 
@@ -34,6 +37,7 @@ class _Forwarded:
     kv_lens_L: Tensor
     rows: Int32s
     scores: PromptScores | None
+    drafted: DraftedRows | None = None
 
 
 class DeviceStep:
@@ -45,11 +49,20 @@ class DeviceStep:
         drawn_2L: Tensor,
         logprobs: SampledLogprobs | None,
         scores: PromptScores | None,
+        num_accepted_N: Tensor | None = None,
+        drafts_NK: Tensor | None = None,
     ) -> None:
+        """`num_accepted_N`: None, one each. `drafts_NK`: of the next step; None: nobody drafts."""
         self._plan = plan
         self._logprobs = logprobs.start_copy() if logprobs else None
         self._scores = scores
         self._drawn_2L = start_copy_to_host(drawn_2L)
+        self._num_accepted_N = num_accepted_N
+        if num_accepted_N is not None:
+            self._num_accepted_N = start_copy_to_host(num_accepted_N)
+        self._num_drafts_N = None
+        if drafts_NK is not None:
+            self._num_drafts_N = start_copy_to_host((drafts_NK >= 0).sum(1))
         self._event: torch.cuda.Event | None = None
         if drawn_2L.is_cuda:
             self._event = torch.cuda.Event()
@@ -58,20 +71,38 @@ class DeviceStep:
     def wait(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        sampling = np.flatnonzero(self._plan.num_logit_rows)
-        token_ids = np.zeros((self._plan.num_entries, 1), np.int32)
-        token_ids[sampling, 0], is_token = self._drawn_2L.numpy()
-        logprobs = self._logprobs.rows() if self._logprobs else {}
+        plan = self._plan
+        sampling = np.flatnonzero(plan.num_logit_rows)
+        counts = plan.num_logit_rows[sampling]
+        firsts, width = np.cumsum(counts) - counts, int(counts.max(initial=1))
+        num_accepted = np.minimum(plan.num_logit_rows, 1)
+        if self._num_accepted_N is not None:
+            num_accepted[sampling] = self._num_accepted_N.numpy()
+        drawn_L, is_token_L = self._drawn_2L.numpy()
+        rows_NW = np.minimum(firsts[:, None] + np.arange(width), max(0, len(drawn_L) - 1))
+        token_ids = np.zeros((plan.num_entries, width), np.int32)
+        token_ids[sampling] = drawn_L[rows_NW]
+        counts_NW = np.arange(width) < num_accepted[sampling, None]
+        is_broken_N = ((is_token_L[rows_NW] == 0) & counts_NW).any(1)
+        logprobs = self._logprobs.rows(firsts, num_accepted[sampling]) if self._logprobs else {}
         scores = self._scores.rows() if self._scores else {}
-        failed = [*sampling[is_token == 0].tolist(), *(i for i in scores if scores[i].has_nan)]
+        failed = [*sampling[is_broken_N].tolist(), *(i for i in scores if scores[i].has_nan)]
         return StepResult(
-            step_id=self._plan.step_id,
+            step_id=plan.step_id,
             token_ids=token_ids,
-            num_accepted=np.minimum(self._plan.num_logit_rows, 1),
+            num_accepted=num_accepted,
             logprobs={int(sampling[at]): rows for at, rows in logprobs.items()},
             prompt_logprobs=scores,
+            num_drafts=self._num_drafts(sampling),
             failures=dict.fromkeys(failed, NOT_FINITE),
         )
+
+    def _num_drafts(self, sampling: NDArray[np.int64]) -> Int32s | None:
+        if self._num_drafts_N is None:
+            return None
+        num_drafts = np.zeros(self._plan.num_entries, np.int32)
+        num_drafts[sampling] = self._num_drafts_N.numpy()
+        return num_drafts
 
 
 class ModelRunner:
@@ -82,8 +113,11 @@ class ModelRunner:
         kv: KVTensors,
         sampler: Sampler,
         mesh: RankMesh,
+        drafter: Drafter | None = None,
     ) -> None:
         self._model = model
+        self._cache_layers = model.cache_layers()
+        self._drafter = drafter
         self._rows = rows
         self._kv = kv
         self._sampler = sampler
@@ -117,8 +151,12 @@ class ModelRunner:
         self._rows.apply(plan)
         self._sampler.join(plan.joins)
         self._scorer.join(plan.joins)
+        if self._drafter is not None:
+            self._drafter.join(plan.joins)
         self._kv.apply(plan.cache_ops)
-        if plan.num_decodes < plan.num_entries:
+        if plan.has_drafts:
+            forwarded = self._run(plan, self._rows.build_drafted(plan))
+        elif plan.num_decodes < plan.num_entries:
             forwarded = self._chunks(plan)
         elif self._graphs is not None and self._graphs.fits(plan.num_entries):
             logits_LV, kv_lens_L, rows_L = self._graphs.replay(plan.rows)
@@ -154,22 +192,54 @@ class ModelRunner:
         if inputs.logit_index_L is not None:
             hidden_TD = hidden_TD[inputs.logit_index_L]
         logits_LV = self._model.logits(hidden_TD) if len(inputs.rows) else hidden_TD
-        return _Forwarded(plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, scores)
+        return _Forwarded(
+            plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, scores, inputs.drafted
+        )
 
     @torch.inference_mode()
     def sample(self, step_id: int, late: LateInputs) -> DeviceStep:
         """Choose the step's tokens; they feed the next step without passing through the host."""
         step = self._forwarded.pop(step_id)
         drawn_2L, logprobs = step.rows_L.new_zeros(2, len(step.rows_L)), None
+        num_accepted_N = drafts_NK = None
         if len(step.rows):
             if self._mesh.is_sampling_rank:
                 sampled = self._sampler.sample(
-                    step.logits_LV, step.rows, step.rows_L, step.kv_lens_L
+                    step.logits_LV, step.rows, step.rows_L, step.kv_lens_L, step.drafted
                 )
                 drawn_2L, logprobs = sampled.drawn_2L, sampled.logprobs
             token_ids_L = broadcast(drawn_2L[0], self._mesh.role("vocab"))
-            self._rows.accept(step.rows_L, token_ids_L)
-        return DeviceStep(step.plan, drawn_2L, logprobs, step.scores)
+            if step.drafted is None and self._drafter is None:
+                self._rows.accept(step.rows_L, token_ids_L)
+            else:
+                num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
+        return DeviceStep(step.plan, drawn_2L, logprobs, step.scores, num_accepted_N, drafts_NK)
+
+    def _accept(self, step: _Forwarded, token_ids_L: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(tokens that count of each entry, what is drafted behind them)"""
+        rows_N, indices_N = step.rows_L, step.kv_lens_L
+        if step.drafted is None:
+            accepted = Accepted(token_ids_L[:, None], torch.ones_like(token_ids_L))
+            self._rows.accept(rows_N, token_ids_L)
+        else:
+            accepted = verify(token_ids_L, step.drafted)
+            firsts_N = step.drafted.firsts()
+            rows_N, indices_N = rows_N[firsts_N], indices_N[firsts_N]
+            self._rows.accept_drafted(rows_N, indices_N, accepted)
+            is_drafted = slice(*step.drafted.range_with_drafts)
+            for layer in self._cache_layers:
+                layer.accept(accepted.num_accepted_N[is_drafted])
+        if self._drafter is None:
+            return accepted.num_accepted_N, None
+        drafts_NK = self._drafter.draft(
+            rows_N,
+            indices_N,
+            accepted.token_ids_NW,
+            accepted.num_accepted_N,
+            int(step.plan.max_kv_lens.max()),
+        )
+        self._rows.drafts_RK.index_copy_(0, rows_N, drafts_NK)
+        return accepted.num_accepted_N, drafts_NK
 
     def chunk_step(self, max_kv_len: int) -> GraphStep:
         """A step of prompt chunks: everything from packed numbers to logits of all entries."""

@@ -3,6 +3,8 @@
 `warmup.py` runs them, `rank.py` measures the memory that they take.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from penstock.config.run import RunConfig
@@ -24,10 +26,10 @@ def eager_sizes(config: RunConfig) -> tuple[int, ...]:
 
 
 def eager_decodes(config: RunConfig) -> tuple[int, ...]:
-    """Batch sizes of decode steps that no graph takes."""
-    graphs = config.graph_batch_sizes if config.graph_padding else ()
-    most_in_graphs = max(graphs, default=0)
-    return tuple(n for n in eager_sizes(config) if most_in_graphs < n <= config.max_batch_size)
+    """Batch sizes of decode steps that no graph takes; a drafted token counts as a sequence."""
+    graphs = config.graph_batch_sizes if config.graph_padding and not config.max_drafts else ()
+    most_in_graphs, most = max(graphs, default=0), config.max_batch_size * (1 + config.max_drafts)
+    return tuple(n for n in eager_sizes(config) if most_in_graphs < n <= most)
 
 
 def largest_step(config: RunConfig) -> StepPlan:
@@ -70,6 +72,22 @@ def short_steps(config: RunConfig) -> tuple[StepPlan, StepPlan]:
     rows, starts = np.array([1, 0], np.int32), np.array([FROM_DEVICE, 0], np.int32)
     beside = _step(2, rows, starts, both, both + length, num_decodes=1)
     return alone, beside
+
+
+def drafted_steps(config: RunConfig) -> tuple[StepPlan, ...]:
+    """After the largest: rows of one token each, then the most drafts that a step can have, which
+    is the most logits."""
+    num_tokens = min(1 + config.max_drafts, config.max_seq_len - 1)
+    rows = np.arange(
+        min(config.max_batch_size, config.max_num_tokens // num_tokens), dtype=np.int32
+    )
+    if num_tokens < 2 or not len(rows):
+        return ()
+    one, most = np.ones_like(rows), np.full_like(rows, num_tokens)
+    prompts = _step(3, rows, np.zeros_like(rows), one, one, num_decodes=0)
+    starts = np.full_like(rows, FROM_DEVICE)
+    decodes = _step(4, rows, starts, most, 1 + most, num_decodes=len(rows))
+    return prompts, replace(decodes, num_logit_rows=most)
 
 
 def _step(

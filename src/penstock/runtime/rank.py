@@ -15,6 +15,7 @@ from penstock.layers.decoder import Decoder
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cache_groups import LayerGroup, group_layers
 from penstock.runtime.capture import capture_graphs
+from penstock.runtime.drafter import make_drafter
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.memory import MemoryPlan, cpu_activations, longest_sequence, make_plan
@@ -103,10 +104,12 @@ def wire_runner(
     max_blocks = -(-max_row_tokens(config) // config.tokens_per_block)
     block_size = config.tokens_per_block
     paged = [not group.has_states for group in groups]
-    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged)
+    drafter = make_drafter(config, device)
+    max_drafts = drafter.max_drafts if drafter is not None else 0
+    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged, max_drafts)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed)
-    return ModelRunner(model, rows, kv, sampler, mesh), rows
+    return ModelRunner(model, rows, kv, sampler, mesh, drafter), rows
 
 
 def finish_rank(

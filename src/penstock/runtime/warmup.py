@@ -15,7 +15,12 @@ from penstock.parallel.mesh import RankMesh
 from penstock.runtime.graphs import decode_inputs
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.model_runner import ModelRunner
-from penstock.runtime.profile_steps import largest_step, prompt_step, short_steps
+from penstock.runtime.profile_steps import (
+    drafted_steps,
+    largest_step,
+    prompt_step,
+    short_steps,
+)
 from penstock.sampling.sampler import Sampler
 from penstock.types.model_spec import ModelSpec
 from penstock.types.sampling import SamplingParams
@@ -31,7 +36,7 @@ _SAMPLING_MODES = [  # penalties sample from an fp32 copy of the logits
 def run_steps(runner: ModelRunner, config: RunConfig) -> None:
     """The largest step, for its peak of memory, and short ones."""
     short = short_steps(config) if config.max_batch_size > 1 else ()
-    for plan in (largest_step(config), *short):
+    for plan in (largest_step(config), *short, *drafted_steps(config)):
         runner.forward(plan)
         runner.sample(plan.step_id, LateInputs())
 

@@ -21,6 +21,7 @@ from penstock.sampling.state import (
     SamplingState,
     SparseRows,
 )
+from penstock.sampling.verification import DraftedRows
 
 
 def process(
@@ -30,6 +31,7 @@ def process(
     params: RowParams,
     flags: SamplingFlags,
     state: SamplingState,
+    drafted: DraftedRows | None = None,
 ) -> Tensor:
     """A new fp32 tensor: the logits after bias, min_tokens and penalties."""
     logits_LV = logits_LV.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -38,11 +40,14 @@ def process(
     if flags & SamplingFlags.MIN_TOKENS:
         _add(logits_LV, rows_L, state.stops, where_L=indices_L < params("min_length"))
     if flags & SamplingFlags.PENALTIES:
+        slots_L, seen = params("slot"), (state.seen.in_prompt_SV, state.seen.output_counts_SV)
+        if drafted is not None:
+            seen = state.seen.with_drafts(slots_L, drafted)
+            slots_L = torch.arange(len(slots_L), device=slots_L.device)
         apply_penalties(
             logits_LV,
-            params("slot"),
-            state.seen.in_prompt_SV,
-            state.seen.output_counts_SV,
+            slots_L,
+            *seen,
             params("repetition"),
             params("presence"),
             params("frequency"),

@@ -7,6 +7,7 @@ Legend: J positions asked about, V vocabulary, K best tokens, T tokens, D hidden
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,11 +61,18 @@ class SampledLogprobs:
             positions=self.positions, top_k=self.top_k, tokens=self.tokens.start_copy()
         )
 
-    def rows(self) -> dict[int, LogprobRows]:
-        """By logits row, one position each; the tensors must be on the host."""
+    def rows(
+        self, firsts: NDArray[np.integer[Any]], counts: NDArray[np.integer[Any]]
+    ) -> dict[int, LogprobRows]:
+        """Of those that asked: `counts[i]` logits rows from `firsts[i]` on, by i; the tensors must
+        be on the host."""
+        found = np.searchsorted(self.positions, firsts)
         return {
-            int(position): self.tokens.rows(j, j + 1, int(top_k))
-            for j, (position, top_k) in enumerate(zip(self.positions, self.top_k, strict=True))
+            i: self.tokens.rows(at, at + count, int(self.top_k[at]))
+            for i, (first, at, count) in enumerate(
+                zip(firsts.tolist(), found.tolist(), counts.tolist(), strict=True)
+            )
+            if at < len(self.positions) and self.positions[at] == first
         }
 
 

@@ -17,6 +17,7 @@ from penstock.kernels.transfer import to_device
 from penstock.sampling import logits_processors
 from penstock.sampling.logprobs import SampledLogprobs, token_logprobs
 from penstock.sampling.state import FILTERS, PROCESSORS, SamplingFlags, SamplingState
+from penstock.sampling.verification import DraftedRows, verify
 from penstock.types.step import RowJoin
 
 NOT_FINITE = (
@@ -47,16 +48,22 @@ class Sampler:
         self._state.join(joins)
 
     def sample(
-        self, logits_LV: Tensor, rows: NDArray[np.int32], rows_L: Tensor, kv_lens_L: Tensor
+        self,
+        logits_LV: Tensor,
+        rows: NDArray[np.int32],
+        rows_L: Tensor,
+        kv_lens_L: Tensor,
+        drafted: DraftedRows | None = None,
     ) -> Sampled:
         """Draw the next token of each row.
 
         `rows` (host) and `rows_L` (device) are the same row numbers. `kv_lens_L` is the length of
-        each sequence before the new token, so the new token's index.
+        each sequence before the new token, so the new token's index. Where tokens were drafted, a
+        sequence has several rows of logits, each of which draws; `verify` says which count.
         """
         flags = self._state.flags(rows)
         if flags & (PROCESSORS | SamplingFlags.RANDOM):
-            drawn_2L = self._choose(logits_LV, rows, rows_L, kv_lens_L, flags)
+            drawn_2L = self._choose(logits_LV, rows, rows_L, kv_lens_L, flags, drafted)
         else:
             drawn_2L = argmax(logits_LV)
         if flags & SamplingFlags.LOGPROBS:
@@ -70,12 +77,13 @@ class Sampler:
         rows_L: Tensor,
         indices_L: Tensor,
         flags: SamplingFlags,
+        drafted: DraftedRows | None,
     ) -> Tensor:
         state = self._state
         params = state.params(rows_L)
         if flags & PROCESSORS:
             logits_LV = logits_processors.process(
-                logits_LV, rows_L, indices_L, params, flags, state
+                logits_LV, rows_L, indices_L, params, flags, state, drafted
             )
         if flags & SamplingFlags.RANDOM:
             thresholds_L = (
@@ -89,7 +97,11 @@ class Sampler:
         else:
             drawn_2L = argmax(logits_LV)
         if flags & SamplingFlags.PENALTIES:
-            state.seen.advance(params("slot"), drawn_2L[0])
+            if drafted is None:
+                state.seen.advance(params("slot"), drawn_2L[0])
+            else:
+                accepted = verify(drawn_2L[0], drafted)
+                state.seen.advance_accepted(params("slot")[drafted.firsts()], accepted)
         return drawn_2L
 
     def _logprobs(

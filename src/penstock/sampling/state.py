@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.transfer import to_device
+from penstock.sampling.verification import Accepted, DraftedRows
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import RowJoin
 
@@ -153,6 +154,21 @@ class SeenTokens:
     def advance(self, slots_L: Tensor, token_ids_L: Tensor) -> None:
         """Each slot has seen one more output token."""
         self._count(slots_L * self._vocab_size + token_ids_L)
+
+    def advance_accepted(self, slots_N: Tensor, accepted: Accepted) -> None:
+        """Each slot has seen those of its tokens that count."""
+        token_ids_NW = accepted.token_ids_NW
+        offsets_W = torch.arange(token_ids_NW.shape[1], device=token_ids_NW.device)
+        counts_NW = (offsets_W < accepted.num_accepted_N[:, None]).int()
+        places_NW = slots_N[:, None] * self._vocab_size + token_ids_NW
+        self.output_counts_SV.view(-1).scatter_add_(0, places_NW.view(-1), counts_NW.view(-1))
+
+    def with_drafts(self, slots_L: Tensor, drafted: DraftedRows) -> tuple[Tensor, Tensor]:
+        """(in_prompt_LV, output_counts_LV) of each row of logits, as if the drafts that it has been
+        fed had been accepted."""
+        drafts_LK, is_fed_LK = drafted.earlier_drafts()
+        counts_LV = self.output_counts_SV[slots_L]
+        return self.in_prompt_SV[slots_L], counts_LV.scatter_add_(1, drafts_LK, is_fed_LK.int())
 
     def _count(self, places: Tensor) -> None:
         ones = torch.ones_like(places, dtype=torch.int32)

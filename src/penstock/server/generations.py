@@ -204,6 +204,7 @@ def _joined(parts: Sequence[TextDelta]) -> TextDelta:
         prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
         finish=last.finish,
         stop_reason=last.stop_reason,
+        tokens_per_step=last.tokens_per_step,
     )
 
 

@@ -67,6 +67,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish: FinishReason | None = None
     stop_reason: str | int | None = None  # stop string or stop id; None for EOS and length
     error: str | None = None  # with FinishReason.ERROR: what went wrong, for the user
+    tokens_per_step: float = 1.0  # with finish: of all its output
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,3 +68,6 @@ class IterationStats:
     reused_blocks: int
     missed_blocks: int
     gpu_mem_bytes: int
+    num_drafting: int = 0  # decodes with drafted tokens
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0  # of these

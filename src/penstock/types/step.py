@@ -133,7 +133,7 @@ class LogprobRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What the device found. token_ids[i, :num_accepted[i]] are entry i's new tokens (none for a
-    middle chunk). `num_drafts[i]`: tokens its row has drafted for its next step; None: nobody drafts.
+    middle chunk). `num_drafts[i]`: tokens its row has drafted for its next step; None: nobody does.
 
     `logprobs[i]` and `prompt_logprobs[i]` exist for the entries that asked, keyed by entry index.
     `error` fails every request of the step, `failures[i]` the request of entry i alone: why.

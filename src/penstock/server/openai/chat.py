@@ -110,7 +110,7 @@ class ChatResponder:
             logprobs=chat_logprobs(sample.logprobs, self._names) if self._asked.logprobs else None,
             finish_reason=_finish_reason(sample, bool(calls)),
             stop_reason=sample.stop_reason,
-            avg_decoded_tokens_per_iter=1.0,
+            avg_decoded_tokens_per_iter=sample.tokens_per_step,
             token_ids=list(sample.token_ids) if self._shows_ids else UNSET,
         )
 
@@ -184,7 +184,7 @@ class ChatResponder:
             choice.token_ids = list(delta.token_ids)
         if delta.finish is not None:
             choice.finish_reason = _finish_reason(delta, delta.index in self._callers)
-            choice.avg_decoded_tokens_per_iter = 1.0
+            choice.avg_decoded_tokens_per_iter = delta.tokens_per_step
             if delta.stop_reason is not None:
                 choice.stop_reason = delta.stop_reason
         return choice

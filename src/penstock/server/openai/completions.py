@@ -181,7 +181,7 @@ class _Choice:
         if delta.finish is not None:
             finish = FinishReason.LENGTH if asked.echo_only else delta.finish
             choice.finish_reason = finish.value
-            choice.avg_decoded_tokens_per_iter = 1.0
+            choice.avg_decoded_tokens_per_iter = delta.tokens_per_step
         is_news = choice.text or choice.token_ids or choice.finish_reason or choice.logprobs
         return choice if is_news else None
 

@@ -1,0 +1,57 @@
+"""`NGramDrafter`: what followed the last tokens when the sequence held them before.
+
+It looks at the sequence's own tokens alone: nothing of one request reaches another.
+"""
+
+# R device rows (the last one is padding), T tokens a row has room for, N rows of a step, W most new
+# tokens of a row, K most drafts
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.config.run import NGramDrafting
+from penstock.kernels.ngram import ngram_drafts
+from penstock.kernels.transfer import to_device
+from penstock.types.step import RowJoin
+
+
+class NGramDrafter:
+    def __init__(
+        self, max_rows: int, max_seq_len: int, drafting: NGramDrafting, device: torch.device
+    ) -> None:
+        self.max_drafts = drafting.max_drafts
+        self._drafting = drafting
+        # Rejected tokens are written, too, behind those that count.
+        width = max_seq_len + drafting.max_drafts + 1
+        self._history_RT = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
+
+    def join(self, joins: Sequence[RowJoin]) -> None:
+        for join in joins:
+            token_ids = np.ascontiguousarray(join.token_ids)
+            self._history_RT[join.row, : len(token_ids)].copy_(
+                to_device(token_ids, self._history_RT.device), non_blocking=True
+            )
+
+    def draft(
+        self,
+        rows_N: Tensor,
+        indices_N: Tensor,
+        token_ids_NW: Tensor,
+        num_accepted_N: Tensor,
+        max_kv_len: int,
+    ) -> Tensor:
+        width = token_ids_NW.shape[1]
+        at_NW = indices_N.long()[:, None] + torch.arange(width, device=rows_N.device)
+        self._history_RT[rows_N.long()[:, None], at_NW] = token_ids_NW.int()
+        return ngram_drafts(
+            self._history_RT,
+            rows_N,
+            indices_N + num_accepted_N,
+            max_kv_len + 1,  # with the newest token, whose cache is not written
+            self._drafting.max_size,
+            self.max_drafts,
+            self._drafting.use_oldest,
+        )
