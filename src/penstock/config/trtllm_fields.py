@@ -37,11 +37,11 @@ class Kind:
     value: str
     otherwise: str
 
-    def fits(self, section: Mapping[str, object]) -> bool:
-        """However it is spelled; one that is not given fits."""
+    def fits(self, path: str, section: Mapping[str, object]) -> bool:
+        """However it is spelled."""
         given = section.get(self.field)
         if not isinstance(given, str):
-            return True
+            raise ConfigError(f"{path} needs a {self.field}; there is {self.value}")
         return given.replace("_", "").replace("-", "").lower() == self.value.lower()
 
 
@@ -443,11 +443,11 @@ def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
             kept[name] = value
         elif ruling.verdict is Verdict.SUPPORTED:
             if path in _SECTIONS and isinstance(value, Mapping):
-                if ruling.kind is not None and not ruling.kind.fits(value):
-                    _refuse_unknown_inside(path, value)
-                    warnings.append(f"{path} is ignored: {ruling.kind.otherwise}")
-                    continue
-                if ruling.kind is not None and ruling.kind.field in value:
+                if ruling.kind is not None:
+                    if not ruling.kind.fits(path, value):
+                        _refuse_unknown_inside(path, value)
+                        warnings.append(f"{path} is ignored: {ruling.kind.otherwise}")
+                        continue
                     value = {**value, ruling.kind.field: ruling.kind.value}
                 kept[name], lines = translate(value, path + ".")
                 warnings += lines

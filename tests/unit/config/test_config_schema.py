@@ -103,6 +103,26 @@ MALFORMED = [
         {"attn_backend": "a", "attention_backend": "b"},
         "'attn_backend' and 'attention_backend' name the same setting",
     ),
+    (
+        {"speculative_config": {"max_draft_len": 2}},
+        "speculative_config needs a decoding_type; there is NGram",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 0}},
+        "speculative_config.max_draft_len is 0, it must be at least 1",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "NGram", "is_public_pool": True}},
+        "speculative_config.is_public_pool cannot be used: a request drafts from its own tokens",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "NGram", "relaxed_topk": 3}},
+        "speculative_config.relaxed_topk cannot be used: it belongs to another decoding_type",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "MTP", "max_draft_lenn": 3}},
+        "unknown field 'max_draft_lenn' in speculative_config; did you mean 'max_draft_len'?",
+    ),
     ({3: 4}, "3 is not a field name"),
     ({"kv_cache_config": {7: 1}}, "7 is not a field name of kv_cache_config"),
     ({"kv_cache_config.dtype": "auto"}, "'kv_cache_config.dtype' is not a field name"),
@@ -226,6 +246,22 @@ def test_other_spellings_set_the_field(values, path, expected):
     for name in path:
         value = getattr(value, name)
     assert value == expected
+
+
+@pytest.mark.parametrize("name", ["NGram", "ngram", "N_GRAM", "n-gram"])
+def test_a_decoding_type_may_be_spelled_in_any_way(name, caplog):
+    asked = {"decoding_type": name, "is_public_pool": False, "max_matching_ngram_size": 3}
+    config = EngineConfig(speculative_config=asked).speculative_config
+    assert (config.decoding_type, config.max_draft_len) == ("NGram", 4)
+    assert config.max_matching_ngram_size == 3
+    assert not caplog.messages
+
+
+def test_a_decoding_type_that_is_not_there_is_ignored_as_a_whole_with_one_line(caplog):
+    asked = {"decoding_type": "MTP", "num_nextn_predict_layers": 1, "relaxed_topk": 4}
+    assert EngineConfig(speculative_config=asked).speculative_config is None
+    (line,) = caplog.messages
+    assert line.startswith("speculative_config is ignored: of the decoding types only NGram")
 
 
 def test_an_alias_beside_its_field_is_fine_when_both_say_the_same():

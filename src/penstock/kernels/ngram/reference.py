@@ -56,7 +56,7 @@ def _scan(
     ends_L = torch.arange(max_len, device=held_NL.device)  # where a match would end
     is_match_NL = ends_L < lengths_N1 - 1
     sizes_NL = torch.zeros_like(held_NL)
-    for back in range(max_size):
+    for back in range(min(max_size, max_len)):
         wanted_N1 = held_NL.gather(1, (lengths_N1 - 1 - back).clamp(min=0))
         before_NL = F.pad(held_NL[:, : max_len - back], (back, 0), value=NO_TOKEN)
         is_match_NL = is_match_NL & (before_NL == wanted_N1)
