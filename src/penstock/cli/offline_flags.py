@@ -37,7 +37,11 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     Flag("cluster_size", "int", path="moe_cluster_parallel_size"),
     Flag("beam_width", "int", path="max_beam_width"),
     without_field("engine_dir", "text", rejected("weights are read; there are no built engines")),
-    without_field("medusa_choices", "text", rejected("there is no speculative decoding yet")),
+    without_field(
+        "medusa_choices",
+        "text",
+        rejected("of the drafters there is NGram only: set speculative_config"),
+    ),
     without_field("modality", "text", _TEXT_ONLY),
     without_field("image_data_format", "text", ignored("only text models are run", "pt")),
     without_field("data_device", "text", ignored("only text models are run", "cuda")),

@@ -42,7 +42,7 @@ class ForwardBatch:
     others: tuple["ForwardBatch", ...] = ()  # the step as the layers of further groups see it
     plans: dict[Any, Any] = field(default_factory=dict)  # worked out by one layer for those behind
     cached_lens: tuple[int, ...] = ()  # host; of the entries behind the decodes: tokens before T
-    drafted: DraftedSpans | None = None  # None: no token was drafted
+    drafted: DraftedSpans | None = None  # None: no token was drafted, or no layer has a state
 
     def of_group(self, group: int) -> "ForwardBatch":
         """The step with the slots and the block table of one cache group."""

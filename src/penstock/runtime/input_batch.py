@@ -164,7 +164,9 @@ class Rows:
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[num_decodes:].tolist()),
             offsets_N=offsets_N,
-            drafted=DraftedSpans(
+            drafted=None
+            if all(self._is_paged)
+            else DraftedSpans(
                 starts_E1=starts_E1,
                 num_single=num_single,
                 num_drafted=num_decodes - num_single,

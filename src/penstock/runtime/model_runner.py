@@ -155,14 +155,15 @@ class ModelRunner:
             self._drafter.join(plan.joins)
         self._kv.apply(plan.cache_ops)
         if plan.has_drafts:
-            forwarded = self._run(plan, self._rows.build_drafted(plan))
+            forwarded = self._drafted(plan)
         elif plan.num_decodes < plan.num_entries:
             forwarded = self._chunks(plan)
         elif self._graphs is not None and self._graphs.fits(plan.num_entries):
             logits_LV, kv_lens_L, rows_L = self._graphs.replay(plan.rows)
             forwarded = _Forwarded(plan, logits_LV, rows_L, kv_lens_L, plan.rows, None)
         else:
-            forwarded = self._decode(plan)
+            longest = int(plan.max_kv_lens.max())
+            forwarded = self._decode(plan, self._rows.build_decode(plan.rows, longest))
         self._forwarded[plan.step_id] = forwarded
 
     def _chunks(self, plan: StepPlan) -> _Forwarded:
@@ -179,12 +180,19 @@ class ModelRunner:
             plan, logits_NV[picked], rows_N[picked], kv_lens_N[picked], plan.rows[sampling], None
         )
 
-    def _decode(self, plan: StepPlan) -> _Forwarded:
-        inputs = self._rows.build_decode(plan.rows, int(plan.max_kv_lens.max()))
+    def _drafted(self, plan: StepPlan) -> _Forwarded:
+        inputs = self._rows.build_drafted(plan)
+        if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
+            return self._run(plan, inputs)
+        return self._decode(plan, inputs)  # every token is a decode of its own
+
+    def _decode(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
         logits_LV = self._cpu_graphs.logits(inputs.batch) if self._cpu_graphs is not None else None
         if logits_LV is None:
             return self._run(plan, inputs)
-        return _Forwarded(plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, None)
+        return _Forwarded(
+            plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, None, inputs.drafted
+        )
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
         hidden_TD = self._model(inputs.batch)
