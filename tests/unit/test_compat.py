@@ -12,9 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLE = """
 from tensorrt_llm import LLM, SamplingParams
-from tensorrt_llm.llmapi import KvCacheConfig
+from tensorrt_llm.llmapi import KvCacheConfig, NGramDecodingConfig
 
-with LLM(model="tiny", kv_cache_config={"max_tokens": 512}, num_threads=1) as llm:
+settings = {"kv_cache_config": {"max_tokens": 512}, "num_threads": 1}
+drafting = NGramDecodingConfig(max_draft_len=3, max_matching_ngram_size=2)
+with LLM(model="tiny", speculative_config=drafting, **settings) as llm:
     params = SamplingParams(max_tokens=8, temperature=0.0)
     output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
     print(output.outputs[0].text)

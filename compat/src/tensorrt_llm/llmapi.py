@@ -4,5 +4,13 @@ from penstock import LLM, SamplingParams
 from penstock.config.graphs import CudaGraphConfig
 from penstock.config.kv_cache import KvCacheConfig
 from penstock.config.moe import MoeConfig
+from penstock.config.speculative import SpeculativeConfig as NGramDecodingConfig
 
-__all__ = ["LLM", "CudaGraphConfig", "KvCacheConfig", "MoeConfig", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CudaGraphConfig",
+    "KvCacheConfig",
+    "MoeConfig",
+    "NGramDecodingConfig",
+    "SamplingParams",
+]

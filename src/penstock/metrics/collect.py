@@ -210,7 +210,8 @@ class Metrics:
 
     def _observe_iteration(self, stats: IterationStats) -> None:
         self._iteration_s.observe(stats.latency_ms / 1e3)
-        self._iteration_tokens.observe(stats.num_context_tokens + stats.num_generation)
+        num_decoded = stats.num_generation + stats.num_drafted
+        self._iteration_tokens.observe(stats.num_context_tokens + num_decoded)
 
 
 class RowCollector(Collector):

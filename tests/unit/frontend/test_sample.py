@@ -160,3 +160,13 @@ def test_cached_tokens_are_told_in_whole_blocks_and_once(cached, told):
     last = sample.push(TokenDelta(request_id=0, token_ids=(2,), finish=FinishReason.LENGTH))
     assert first is not None and first.num_cached_tokens == told
     assert last is not None and last.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [((1, 3), 2.0), ((1, 2), 3.0), ((0, 0), 1.0)])
+def test_tokens_per_step_count_all_output(num_steps, expected):
+    sample = Sample(0, SamplingParams(), None, 1)
+    first, last = num_steps
+    sample.push(TokenDelta(request_id=0, token_ids=(1,), num_steps=first))
+    finish = {"finish": FinishReason.STOP, "stop_id": 6, "num_steps": last}
+    sent = sample.push(TokenDelta(request_id=0, token_ids=(2, 3, 4, 5, 6), **finish))
+    assert sent is not None and sent.tokens_per_step == expected

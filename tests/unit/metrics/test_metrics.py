@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.metrics.collect import NUM_CELLS, Metrics
 from penstock.metrics.events import FirstToken, MoreTokens, RequestRefused, SampleFinished
-from penstock.metrics.iteration import MAX_KEPT, IterationLog
+from penstock.metrics.iteration import MAX_KEPT, IterationLog, as_trtllm
 from penstock.metrics.prometheus import ALIASES, exposition
 from penstock.types.stats import EngineCounters, IterationStats
 
@@ -176,3 +176,17 @@ def test_every_counter_of_the_engine_has_a_help_text_of_its_own():
         if family.name.startswith("penstock_")
     }
     assert len(set(texts.values())) == len(texts)
+
+
+def test_a_step_with_drafts_says_what_they_brought():
+    plain, drafted = (
+        as_trtllm(make_iteration(1, num_generation=3, **drafts))
+        for drafts in ({}, {"num_drafting": 2, "num_drafted": 8, "num_accepted": 5})
+    )
+    assert "specDecodingStats" not in plain
+    assert drafted["specDecodingStats"] == {
+        "numDraftTokens": 8,
+        "numAcceptedTokens": 5,
+        "numRequestsWithDraftTokens": 2,
+        "acceptanceLength": 3.5,
+    }
