@@ -21,7 +21,7 @@ KINDS = {
     "deepseek_v3": {},
     "qwen3_next": {},
 }
-PROMPTS = [[3, 4, 5, 6] * 5, [(7 * i) % 50 + 3 for i in range(33)]]
+PROMPTS = [[3, 4, 5, 6] * 5, [(7 * i) % 50 + 3 for i in range(25)]]
 SAMPLINGS = [
     {},
     {"temperature": 0.9, "seed": 1, "logprobs": 2},
@@ -30,8 +30,8 @@ SAMPLINGS = [
     {"temperature": 0.7, "seed": 3, "logit_bias": {9: 4.0, 4: -3.0}, "frequency_penalty": 1.0},
 ]
 REQUESTS = [(PROMPTS[i % 2], sampling) for i, sampling in enumerate(SAMPLINGS + SAMPLINGS[:2])]
-# 9 blocks of 8 tokens: two sequences of 49 do not fit together, prompts come in chunks.
-TIGHT = {"max_tokens": 9 * 8, "tokens_per_block": 8, "host_cache_size": 1 << 22}
+# 8 blocks of 8 tokens: two sequences of 41 do not fit together, prompts come in chunks.
+TIGHT = {"max_tokens": 8 * 8, "tokens_per_block": 8, "host_cache_size": 1 << 22}
 COMMON = dict(
     dtype="float32", device="cpu", max_seq_len=96, seed=1, max_batch_size=5, max_num_tokens=24,
     kv_cache_config=TIGHT, scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"},
@@ -123,7 +123,7 @@ def overlapped(kind):
 
 
 @pytest.fixture(params=["synchronous", "overlapped"])
-def drafting(request):
+def drafting(kind, request):
     return request.getfixturevalue(request.param)
 
 
