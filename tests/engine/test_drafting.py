@@ -211,7 +211,7 @@ def test_with_more_sequences_than_max_concurrency_nothing_is_drafted(tmp_path):
     make_checkpoint(tmp_path, "llama", max_position_embeddings=256)
     config = {"decoding_type": "NGram", "max_concurrency": 2}
     engine = LocalEngine(tmp_path, speculative_config=config, **COMMON)
-    engine.generate([[3, 4, 5]] * 3, 20, logit_bias={6: 100.0})
-    few = engine.counters.accepted_tokens
-    engine.generate([[3, 4, 5]] * 2, 20, logit_bias={6: 100.0})
-    assert few == 0 and engine.counters.accepted_tokens > 20
+    engine.generate([[3, 4, 5]] * 3, 12, logit_bias={6: 100.0})
+    assert engine.counters.accepted_tokens == 0
+    engine.generate([[3, 4, 5]] * 2, 12, logit_bias={6: 100.0})
+    assert engine.counters.accepted_tokens > 10

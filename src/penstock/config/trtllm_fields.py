@@ -331,10 +331,7 @@ _OUTPUT = {
             "use_rejection_sampling": ignored(
                 "a draft is accepted if it is the token that would have been drawn", False
             ),
-            **dict.fromkeys(
-                _OTHER_DRAFTERS_FIELDS,
-                rejected(_OTHER_DRAFTER),
-            ),
+            **dict.fromkeys(_OTHER_DRAFTERS_FIELDS, rejected(_OTHER_DRAFTER)),
         },
     ),
     **_section(

@@ -341,10 +341,6 @@ class Scheduler:
             return TokenDelta(request_id=seq.id, prompt_logprobs=prompt_logprobs)
         seq.num_pending -= entry.num_logit_rows
         seq.num_steps += 1
-        if entry.start == FROM_DEVICE:
-            self._counters.decodes += 1
-            self._counters.drafted_tokens += entry.num_tokens - 1
-            self._counters.accepted_tokens += len(new_ids) - 1
         reason, num_before = None, seq.num_output
         for token_id in new_ids:
             seq.append(token_id)
@@ -354,6 +350,10 @@ class Scheduler:
         if i in result.logprobs:
             seq.unreported_logprobs += logprob_tuple(result.logprobs[i])[:num_new]
         self._counters.generated_tokens += num_new
+        if entry.start == FROM_DEVICE:
+            self._counters.decodes += 1
+            self._counters.drafted_tokens += entry.num_tokens - 1
+            self._counters.accepted_tokens += num_new - 1
         seq.account.num_tokens += num_new
         seq.has_prefilled = True
         self._index(seq, seq.num_tokens - 1)
