@@ -23,7 +23,7 @@ from penstock.runtime.model_loader import load_model, most_weight_bytes
 from penstock.runtime.profile_steps import eager_decodes, eager_sizes, largest_step, short_steps
 from penstock.runtime.rank import load_rank, trial_cache, wire_runner
 from penstock.runtime.timeline import Timeline
-from penstock.runtime.warmup import run_sizes, warm_up_sampling
+from penstock.runtime.warmup import run_decodes, run_sizes, run_steps, warm_up_sampling
 from penstock.sampling import logits_processors, sampler
 from penstock.types.model_spec import ModelSpec
 from penstock.types.step import LateInputs
@@ -155,3 +155,25 @@ def test_layers_that_a_checkpoint_quantizes_differently_are_kinds_of_their_own()
     layers = list(model.layers)
     with model.shortened():
         assert list(model.layers) == layers[:2]
+
+
+def test_where_tokens_are_drafted_the_step_with_most_logits_is_run() -> None:
+    drafting = {"decoding_type": "NGram", "max_draft_len": 3}
+    config, spec = resolved(
+        SIBLINGS / "qwen3_next", max_batch_size=4, max_num_tokens=32, speculative_config=drafting
+    )
+    loaded = load_rank(config, spec, RankMesh.single(), Timeline())
+    cache = trial_cache(config, loaded.groups)
+    parts = (loaded.model, loaded.groups, loaded.mesh, loaded.device, cache)
+    runner, rows = wire_runner(config, spec, *parts)
+    sizes, logits = [], runner._model.logits
+
+    def noted(hidden_LD: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden_LD))
+        return logits(hidden_LD)
+
+    runner._model.logits = noted  # type: ignore[method-assign]
+    run_steps(runner, config)
+    assert max(sizes) == 4 * (1 + 3)
+    assert max(eager_decodes(config)) == 4 * (1 + 3)
+    run_decodes(runner, loaded.model, rows, 64, [4 * (1 + 3)])
