@@ -136,6 +136,8 @@ def compile_sampling(device: torch.device) -> None:
     kernels.filter_thresholds(logits_LV, ones_L, ids_L, ones_L, ones_L, 9001)
     seen_SV = torch.zeros(2, 9001, dtype=torch.int32, device=device)
     kernels.apply_penalties(logits_LV.float(), ids_L, seen_SV.bool(), seen_SV, *[ones_L] * 3)
+    words_PW = torch.zeros(2, 282, dtype=torch.int32, device=device)
+    kernels.apply_bitmask(logits_LV.float(), ids_L.int(), words_PW)
 
 
 def compile_hopper_prefill(device: torch.device) -> None:

@@ -49,6 +49,7 @@ from penstock.kernels.quantize.reference import quantize_int8
 from penstock.kernels.quantized_weight import Kind, QuantizedWeight
 from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
 from penstock.kernels.rope import rope_kv_write
+from penstock.kernels.sampling import apply_bitmask
 
 FP8 = torch.float8_e4m3fn
 
@@ -89,6 +90,18 @@ def _norm(num_tokens: int, size: int) -> OpCase:
         return x, w, 1e-5
 
     return OpCase(rms_norm, f"{num_tokens}x{size}", make)
+
+
+def _bitmask(num_rows: int, vocab_size: int, *positions: int) -> OpCase:
+    """The last word has bits of tokens that there are not."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        words = torch.randint(-(2**31), 2**31, (len(positions), -(-vocab_size // 32)))
+        rows = torch.tensor(positions, dtype=torch.int32, device=device)
+        logits = randn(num_rows, vocab_size, dtype=dtype, device=device)
+        return logits, rows, words.int().to(device)
+
+    return OpCase(apply_bitmask, f"{num_rows}x{vocab_size}", make, mutated=(0,))
 
 
 def _head_norm(num_tokens: int, heads: int, size: int) -> OpCase:
@@ -676,6 +689,8 @@ def _packed_rows(form: Form, num_tokens: int) -> OpCase:
 
 
 OP_CASES = [
+    _bitmask(1, 33, 0),
+    _bitmask(5, 5000, 3, 0),
     _norm(1, 64),
     _norm(3, 896),
     _norm(5, 100),

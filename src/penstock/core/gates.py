@@ -7,7 +7,8 @@ from penstock.types.request import Request
 
 
 class Gate(Protocol):
-    def ready(self, request: Request) -> bool: ...
+    def ready(self, request: Request) -> bool:
+        """Whether it may start. A `RequestError` ends the request with its message."""
 
 
 class LeaderGate:

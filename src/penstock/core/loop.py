@@ -91,7 +91,9 @@ class EngineLoop:
         """Launch one step if there is room for it, else commit the oldest in flight."""
         self._receive(self._patience_ms)
         self._patience_ms = 0
-        if self._may_launch() and (plan := self._scheduler.plan()) is not None:
+        plan = self._scheduler.plan() if self._may_launch() else None
+        self._publish(self._scheduler.take_refused())
+        if plan is not None:
             self._launch(plan)
         elif self._steps:
             self._commit()

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 
 from penstock.config.run import QueuePolicy, RunConfig
 from penstock.core.deltas import logprob_tuple, new_prompt_logprobs, report
+from penstock.core.followers import Follower
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
 from penstock.core.plan_builder import Entry, PlanBuilder
@@ -17,6 +18,7 @@ from penstock.core.policy import OutputLengths, makes_way, may_start, most_token
 from penstock.core.queue import WaitingQueue
 from penstock.core.sequence import Sequence, State
 from penstock.core.stop import finish_reason
+from penstock.errors import RequestError
 from penstock.types.outputs import TokenDelta, TokenLogprob
 from penstock.types.request import FinishReason, Request, client_of
 from penstock.types.stats import EngineCounters
@@ -39,6 +41,8 @@ class Scheduler:
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
         self._gates: list[Gate] = []
+        self._followers: list[Follower] = []
+        self._refused: list[TokenDelta] = []  # by gates, until they are taken
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths()
         self._running: list[Sequence] = []  # in order of importance
@@ -56,6 +60,9 @@ class Scheduler:
 
     def add_gate(self, gate: Gate) -> None:
         self._gates.append(gate)
+
+    def add_follower(self, follower: Follower) -> None:
+        self._followers.append(follower)
 
     def add(self, request: Request) -> TokenDelta | None:
         """Take a request; one that no cache here could ever hold ends at once."""
@@ -124,6 +131,11 @@ class Scheduler:
         self._in_flight.append((builder.step_id, entries))
         self._gauge()
         return builder.to_plan([op for kv in self._kvs for op in kv.take_ops()])
+
+    def take_refused(self) -> list[TokenDelta]:
+        """The last deltas of requests that a gate has ended since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def _preempt_for_tenant(self, builder: PlanBuilder) -> bool:
         """Whether somebody was next in the last plan and nothing of its tenant runs."""
@@ -259,7 +271,7 @@ class Scheduler:
             if not dp_ranks:
                 self._held_up = seq, not any(self._free_rows)
                 return
-            if not all(gate.ready(seq.request) for gate in self._gates):
+            if not self._may_pass(seq):
                 continue
             dp_rank = max(dp_ranks, key=lambda r: len(self._free_rows[r]))
             if seq.dp_rank in dp_ranks and self._kvs[seq.dp_rank].is_swapped_out(seq.id):
@@ -267,6 +279,13 @@ class Scheduler:
             if not self._start(builder, seq, dp_rank):
                 return  # nobody overtakes a request that waits for room
             self._plan_chunk(builder, seq)
+
+    def _may_pass(self, seq: Sequence) -> bool:
+        try:
+            return all(gate.ready(seq.request) for gate in self._gates)
+        except RequestError as error:
+            self._refused.append(self._fail(seq, error.message))
+            return False
 
     def _start(self, builder: PlanBuilder, seq: Sequence, dp_rank: int) -> bool:
         kv = self._kvs[dp_rank]
@@ -347,6 +366,10 @@ class Scheduler:
             if reason := finish_reason(seq, token_id):
                 break
         num_new = seq.num_output - num_before
+        if seq.request.late_inputs:
+            for follower in self._followers:
+                if why := follower.on_commit(seq.request, new_ids[:num_new]):
+                    return self._fail(seq, why)
         if i in result.logprobs:
             seq.unreported_logprobs += logprob_tuple(result.logprobs[i])[:num_new]
         self._counters.generated_tokens += num_new
@@ -384,6 +407,9 @@ class Scheduler:
         else:
             self._give_back(seq)
         seq.finish()
+        if seq.request.late_inputs:
+            for follower in self._followers:
+                follower.on_close(seq.request)
         del self._by_id[seq.id]
         self._gauge()
         return TokenDelta(request_id=seq.id, finish=reason)

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.errors import RequestError
 from penstock.ipc.messages import EngineInfo
-from penstock.types.request import GenerateInput, Request
+from penstock.types.request import GenerateInput, Grammar, Request
 from penstock.types.sampling import SamplingParams
 
 MAX_STOP_STRING_CHARS = 1024
@@ -23,10 +23,18 @@ def make_requests(
     eos_ids: Sequence[int],
     new_id: Callable[[], int],
     stream_interval: int = 1,
+    grammar: str | None = None,
 ) -> list[Request]:
     """One request per sample; samples after the first wait for its prefix (`leader`)."""
     sampling = ask.sampling
     _check_sampling(sampling, info)
+    if grammar is not None and sampling.ignore_eos:
+        raise RequestError(
+            "invalid_value",
+            "ignore_eos is true, but an output that must match a grammar or call a tool ends with "
+            "EOS; leave one of them out",
+            "ignore_eos",
+        )
     kept_ids = _truncated(prompt_ids, ask.truncate_prompt_tokens)
     _check_prompt(kept_ids, info)
     room = info.max_seq_len - len(kept_ids)
@@ -35,7 +43,7 @@ def make_requests(
     first = Request(
         id=new_id(),
         prompt_ids=np.array(kept_ids, np.int32),
-        sampling=_of_sample(sampling, 0),
+        sampling=_of_sample(sampling, 0, grammar is not None),
         max_tokens=max_tokens,
         stop_ids=tuple(dict.fromkeys((*eos_of_all, *sampling.stop_token_ids))),
         tenant=ask.tenant.index,
@@ -43,9 +51,16 @@ def make_requests(
         priority=ask.priority,
         cache_keys=_cache_keys(ask),
         stream_interval=stream_interval,
+        late_inputs=grammar is not None,
+        grammar=None if grammar is None else Grammar(text=grammar, min_tokens=sampling.min_tokens),
     )
     return [first] + [
-        replace(first, id=new_id(), sampling=_of_sample(sampling, i), leader=first.id)
+        replace(
+            first,
+            id=new_id(),
+            sampling=_of_sample(sampling, i, grammar is not None),
+            leader=first.id,
+        )
         for i in range(1, sampling.num_samples)
     ]
 
@@ -57,9 +72,10 @@ def _cache_keys(ask: GenerateInput) -> tuple[str, ...]:
     return tuple(key for key in (scope, salt) if key is not None)
 
 
-def _of_sample(sampling: SamplingParams, index: int) -> SamplingParams:
+def _of_sample(sampling: SamplingParams, index: int, has_grammar: bool) -> SamplingParams:
     """What the engine needs of sample `index`; stop strings and counts stay on this side."""
-    if sampling.num_samples == 1 and not sampling.stop and sampling.best_of is None:
+    is_plain = sampling.num_samples == 1 and not sampling.stop and sampling.best_of is None
+    if is_plain and not has_grammar:
         return sampling  # as it is
     ranks_samples = sampling.num_samples > sampling.n
     return replace(
@@ -67,6 +83,8 @@ def _of_sample(sampling: SamplingParams, index: int) -> SamplingParams:
         n=1,
         best_of=None,
         stop=(),
+        min_tokens=0 if has_grammar else sampling.min_tokens,  # the grammar has them
+        guided_decoding=None,
         seed=None if sampling.seed is None else _wrapped(sampling.seed + index),
         logprobs=0 if ranks_samples and sampling.logprobs is None else sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,

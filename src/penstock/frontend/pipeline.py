@@ -18,6 +18,7 @@ from penstock.frontend.limits import make_requests
 from penstock.frontend.rendering import Renderer
 from penstock.frontend.sample import Sample
 from penstock.text.chat_format import ChatFormat
+from penstock.text.grammars.output_grammar import AnswerStart, is_free, output_grammar
 from penstock.text.output_parser import OutputParser
 from penstock.text.tokenizer import MAX_CHARS_PER_TOKEN, Tokenizer, check_length
 from penstock.types.outputs import TextDelta, TokenDelta
@@ -75,7 +76,13 @@ class GenerationPipeline:
         # Stop strings are found here, so every token must come; else only when there is news.
         engine_interval = 1 if sampling.stop else stream_interval or _UNSTREAMED_INTERVAL
         requests = make_requests(
-            ask, ids, self.client.info, eos_ids, self.client.new_id, engine_interval
+            ask,
+            ids,
+            self.client.info,
+            eos_ids,
+            self.client.new_id,
+            engine_interval,
+            await self._grammar(ask, ids),
         )
         if len(requests[0].prompt_ids) < len(ids):
             text = None  # it was truncated, so this is not its text any more
@@ -102,11 +109,37 @@ class GenerationPipeline:
     def _parser(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> OutputParser | None:
         if not ask.parse_output or self.tokenizer is None or not ask.sampling.detokenize:
             return None
+        return self.chat_format.parser(*self._beginning(ask, prompt_ids), ask.chat.tools)
+
+    def _beginning(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> tuple[str, str | None]:
+        """The prompt's last words, and the message that the output continues."""
+        assert self.tokenizer is not None
         continued = None
         if ask.chat.continue_final_message and ask.messages:
             continued = str(ask.messages[-1].get("content"))
-        prompt_end = self.tokenizer.decode(prompt_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
-        return self.chat_format.parser(prompt_end, continued, ask.chat.tools)
+        last_ids = prompt_ids[-_NUM_END_TOKENS:]
+        return self.tokenizer.decode(last_ids, skip_special_tokens=False), continued
+
+    async def _grammar(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> str | None:
+        """What the output must match, checked. Large schemas take a while: in a thread."""
+        guided, tools = ask.sampling.guided_decoding, ask.chat.tools if ask.parse_output else ()
+        if is_free(guided, tools, ask.tool_rule):
+            return None
+        if self.tokenizer is None:
+            param = "tools" if guided is None else guided.param
+            raise _needs_tokenizer("an output that must match a grammar", param)
+        start = AnswerStart()
+        if ask.parse_output:
+            start = self.chat_format.answer_start(*self._beginning(ask, prompt_ids))
+        return await asyncio.to_thread(
+            output_grammar,
+            self.tokenizer,
+            start,
+            guided,
+            tools,
+            ask.tool_rule,
+            ask.parallel_tool_calls,
+        )
 
     async def tokenize(self, ask: GenerateInput) -> tuple[tuple[int, ...], str | None]:
         """The prompt's ids, and its text unless it came as ids."""

@@ -17,7 +17,7 @@ from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import LateInputs, StepPlan
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, array_like=True):

@@ -52,8 +52,8 @@ class RankExecutor:
         plan = self._plans.pop(step_id)
         if step_id in self._failed:
             return self._failed.pop(step_id)
-        for peer in self._peers:
-            peer.send(Sample(step_id=step_id, late=late))
+        for peer in self._peers:  # none of them chooses tokens (SAMPLING_RANK is this one)
+            peer.send(Sample(step_id=step_id, late=LateInputs()))
         try:
             return self._runner.sample(step_id, late)
         except torch.OutOfMemoryError as error:

@@ -213,7 +213,7 @@ class ModelRunner:
         if len(step.rows):
             if self._mesh.is_sampling_rank:
                 sampled = self._sampler.sample(
-                    step.logits_LV, step.rows, step.rows_L, step.kv_lens_L, step.drafted
+                    step.logits_LV, step.rows, step.rows_L, step.kv_lens_L, late, step.drafted
                 )
                 drawn_2L, logprobs = sampled.drawn_2L, sampled.logprobs
             token_ids_L = broadcast(drawn_2L[0], self._mesh.role("vocab"))

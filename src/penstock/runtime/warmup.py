@@ -84,3 +84,6 @@ def warm_up_sampling(
             ]
         )  # fmt: skip
         sampler.sample(logits_LV, rows, rows_L, rows_L.int())
+    everything_PW = np.full((2, -(-spec.vocab_size // 32)), -1, np.int32)
+    late = LateInputs(positions=rows, bitmasks=everything_PW)
+    sampler.sample(logits_LV, rows, rows_L, rows_L.int(), late)

@@ -1,18 +1,23 @@
 """Logits processors and sampling filters, between the model's logits and the draw, in their order.
 
-Processors change logits (in place, fp32): logit bias, min_tokens, penalties. Filters only bound the
-draw: top-k, top-p and min-p become one threshold, the smallest logit a row may draw. Temperature
-belongs to the draw. Each runs when one row of the step asks for it and is neutral to the others.
+A processor is a `Stage`: it changes logits (in place, fp32) where a row of the step wants it; they
+run in the order of `make_stages`. Filters only bound the draw: top-k, top-p and min-p become one
+threshold, the smallest logit a row may draw. Temperature belongs to the draw. Each runs when one
+row of the step asks for it and is neutral to the others.
 
-Legend: L rows of logits, V vocabulary, W values of a sparse row, P rows with a filter.
+Legend: L rows of logits, V vocabulary, W values of a sparse row, P rows with a filter or a bitmask.
 """
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.sampling import apply_penalties, filter_thresholds
+from penstock.kernels.sampling import apply_bitmask, apply_penalties, filter_thresholds
 from penstock.kernels.transfer import to_device
 from penstock.sampling.state import (
     FILTERS,
@@ -21,37 +26,113 @@ from penstock.sampling.state import (
     SamplingState,
     SparseRows,
 )
-from penstock.sampling.verification import DraftedRows
+from penstock.sampling.verification import DraftedRows, verify
+from penstock.types.step import LateInputs
 
 
-def process(
-    logits_LV: Tensor,
-    rows_L: Tensor,
-    indices_L: Tensor,
-    params: RowParams,
-    flags: SamplingFlags,
-    state: SamplingState,
-    drafted: DraftedRows | None = None,
-) -> Tensor:
-    """A new fp32 tensor: the logits after bias, min_tokens and penalties."""
-    logits_LV = logits_LV.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    if flags & SamplingFlags.BIAS:
-        _add(logits_LV, rows_L, state.biases)
-    if flags & SamplingFlags.MIN_TOKENS:
-        _add(logits_LV, rows_L, state.stops, where_L=indices_L < params("min_length"))
-    if flags & SamplingFlags.PENALTIES:
-        slots_L, seen = params("slot"), (state.seen.in_prompt_SV, state.seen.output_counts_SV)
-        if drafted is not None:
-            seen = state.seen.with_drafts(slots_L, drafted)
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step's logits: which device rows, where their new tokens stand, parameters,
+    and where tokens were drafted, which of them belong to one sequence."""
+
+    rows_L: Tensor
+    indices_L: Tensor
+    params: RowParams
+    drafted: DraftedRows | None = None
+
+
+class Stage(ABC):
+    @abstractmethod
+    def is_wanted(self, flags: SamplingFlags, late: LateInputs) -> bool:
+        """Whether a row of the step wants it; `flags` are those of all its rows."""
+
+    @abstractmethod
+    def apply(self, logits_LV: Tensor, rows: StepRows, late: LateInputs) -> None: ...
+
+    def on_commit(self, rows: StepRows, token_ids_L: Tensor) -> None:  # noqa: B027 - most keep none
+        """The rows have these new tokens: for stages that keep state, after each `apply`."""
+
+
+class Bias(Stage):
+    def __init__(self, state: SamplingState) -> None:
+        self._state = state
+
+    def is_wanted(self, flags: SamplingFlags, late: LateInputs) -> bool:
+        return bool(flags & SamplingFlags.BIAS)
+
+    def apply(self, logits_LV: Tensor, rows: StepRows, late: LateInputs) -> None:
+        _add(logits_LV, rows.rows_L, self._state.biases)
+
+
+class MinTokens(Stage):
+    def __init__(self, state: SamplingState) -> None:
+        self._state = state
+
+    def is_wanted(self, flags: SamplingFlags, late: LateInputs) -> bool:
+        return bool(flags & SamplingFlags.MIN_TOKENS)
+
+    def apply(self, logits_LV: Tensor, rows: StepRows, late: LateInputs) -> None:
+        is_short_L = rows.indices_L < rows.params("min_length")
+        _add(logits_LV, rows.rows_L, self._state.stops, where_L=is_short_L)
+
+
+class Penalties(Stage):
+    """Its state is what rows have seen."""
+
+    def __init__(self, state: SamplingState) -> None:
+        self._seen = state.seen
+
+    def is_wanted(self, flags: SamplingFlags, late: LateInputs) -> bool:
+        return bool(flags & SamplingFlags.PENALTIES)
+
+    def apply(self, logits_LV: Tensor, rows: StepRows, late: LateInputs) -> None:
+        slots_L, seen = rows.params("slot"), (self._seen.in_prompt_SV, self._seen.output_counts_SV)
+        if rows.drafted is not None:
+            seen = self._seen.with_drafts(slots_L, rows.drafted)
             slots_L = torch.arange(len(slots_L), device=slots_L.device)
         apply_penalties(
             logits_LV,
             slots_L,
             *seen,
-            params("repetition"),
-            params("presence"),
-            params("frequency"),
+            rows.params("repetition"),
+            rows.params("presence"),
+            rows.params("frequency"),
         )
+
+    def on_commit(self, rows: StepRows, token_ids_L: Tensor) -> None:
+        if rows.drafted is None:
+            self._seen.advance(rows.params("slot"), token_ids_L)
+        else:
+            firsts_N = rows.drafted.firsts()
+            self._seen.advance_accepted(
+                rows.params("slot")[firsts_N], verify(token_ids_L, rows.drafted)
+            )
+
+
+class Bitmask(Stage):
+    """Tokens that a late input forbids. What they depend on is kept by whoever made the mask."""
+
+    def __init__(self, state: SamplingState) -> None:
+        self._device = state.device
+
+    def is_wanted(self, flags: SamplingFlags, late: LateInputs) -> bool:
+        return len(late.positions) > 0
+
+    def apply(self, logits_LV: Tensor, rows: StepRows, late: LateInputs) -> None:
+        positions_P = to_device(late.positions, self._device)
+        apply_bitmask(logits_LV, positions_P, to_device(late.bitmasks, self._device))
+
+
+def make_stages(state: SamplingState) -> tuple[Stage, ...]:
+    """In their order. Masks come last: nothing may raise again what they forbid."""
+    return Bias(state), MinTokens(state), Penalties(state), Bitmask(state)
+
+
+def process(logits_LV: Tensor, rows: StepRows, stages: Sequence[Stage], late: LateInputs) -> Tensor:
+    """A new fp32 tensor: the logits after these stages."""
+    logits_LV = logits_LV.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    for stage in stages:
+        stage.apply(logits_LV, rows, late)
     return logits_LV
 
 

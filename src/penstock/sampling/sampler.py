@@ -15,10 +15,11 @@ from torch import Tensor
 from penstock.kernels.sampling import argmax, gumbel_argmax
 from penstock.kernels.transfer import to_device
 from penstock.sampling import logits_processors
+from penstock.sampling.logits_processors import Stage, StepRows
 from penstock.sampling.logprobs import SampledLogprobs, token_logprobs
-from penstock.sampling.state import FILTERS, PROCESSORS, SamplingFlags, SamplingState
-from penstock.sampling.verification import DraftedRows, verify
-from penstock.types.step import RowJoin
+from penstock.sampling.state import FILTERS, SamplingFlags, SamplingState
+from penstock.sampling.verification import DraftedRows
+from penstock.types.step import LateInputs, RowJoin
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers "
@@ -42,6 +43,7 @@ class Sampler:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, seed: int) -> None:
         self._state = SamplingState(max_rows, vocab_size, device, seed)
+        self._stages = logits_processors.make_stages(self._state)
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows remembered is gone."""
@@ -53,6 +55,7 @@ class Sampler:
         rows: NDArray[np.int32],
         rows_L: Tensor,
         kv_lens_L: Tensor,
+        late: LateInputs = LateInputs(),
         drafted: DraftedRows | None = None,
     ) -> Sampled:
         """Draw the next token of each row.
@@ -62,8 +65,10 @@ class Sampler:
         sequence has several rows of logits, each of which draws; `verify` says which count.
         """
         flags = self._state.flags(rows)
-        if flags & (PROCESSORS | SamplingFlags.RANDOM):
-            drawn_2L = self._choose(logits_LV, rows, rows_L, kv_lens_L, flags, drafted)
+        stages = [stage for stage in self._stages if stage.is_wanted(flags, late)]
+        if stages or flags & SamplingFlags.RANDOM:
+            step = StepRows(rows_L, kv_lens_L, self._state.params(rows_L), drafted)
+            drawn_2L = self._choose(logits_LV, rows, step, flags, stages, late)
         else:
             drawn_2L = argmax(logits_LV)
         if flags & SamplingFlags.LOGPROBS:
@@ -74,34 +79,27 @@ class Sampler:
         self,
         logits_LV: Tensor,
         rows: NDArray[np.int32],
-        rows_L: Tensor,
-        indices_L: Tensor,
+        step: StepRows,
         flags: SamplingFlags,
-        drafted: DraftedRows | None,
+        stages: Sequence[Stage],
+        late: LateInputs,
     ) -> Tensor:
-        state = self._state
-        params = state.params(rows_L)
-        if flags & PROCESSORS:
-            logits_LV = logits_processors.process(
-                logits_LV, rows_L, indices_L, params, flags, state, drafted
-            )
+        params = step.params
+        if stages:
+            logits_LV = logits_processors.process(logits_LV, step, stages, late)
         if flags & SamplingFlags.RANDOM:
             thresholds_L = (
-                logits_processors.thresholds(logits_LV, rows, params, state)
+                logits_processors.thresholds(logits_LV, rows, params, self._state)
                 if flags & FILTERS
                 else None
             )
             drawn_2L = gumbel_argmax(
-                logits_LV, params("temperature"), params("seed"), indices_L, thresholds_L
+                logits_LV, params("temperature"), params("seed"), step.indices_L, thresholds_L
             )
         else:
             drawn_2L = argmax(logits_LV)
-        if flags & SamplingFlags.PENALTIES:
-            if drafted is None:
-                state.seen.advance(params("slot"), drawn_2L[0])
-            else:
-                accepted = verify(drawn_2L[0], drafted)
-                state.seen.advance_accepted(params("slot")[drafted.firsts()], accepted)
+        for stage in stages:
+            stage.on_commit(step, drawn_2L[0])
         return drawn_2L
 
     def _logprobs(

@@ -34,7 +34,6 @@ class SamplingFlags(IntFlag):
     LOGPROBS = 64
 
 
-PROCESSORS = SamplingFlags.BIAS | SamplingFlags.MIN_TOKENS | SamplingFlags.PENALTIES
 FILTERS = SamplingFlags.TOP | SamplingFlags.MIN_P
 
 # One row of the table. The host fills records, the device sees int32 columns and reinterprets them.

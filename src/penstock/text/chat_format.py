@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.text import harmony
+from penstock.text.grammars.output_grammar import AnswerStart
 from penstock.text.harmony import HarmonyParser
 from penstock.text.output_parser import OutputParser, TextParser
 from penstock.text.reasoning import think
@@ -65,6 +66,18 @@ class ChatFormat:
         calls = FORMATS[self.tools].parser(tools) if self.tools is not None and tools else None
         return None if reasoning is None and calls is None else TextParser(reasoning, calls)
 
+    def answer_start(self, prompt_end: str, continued: str | None = None) -> AnswerStart:
+        """Where the answer of an output begins; arguments as of `parser`."""
+        prompt_end = prompt_end.rstrip()
+        is_inside = self._begins_inside(prompt_end, continued)
+        is_past = continued is not None or prompt_end.endswith(think.CLOSE)
+        return AnswerStart(
+            reasoning=self.reasoning,
+            tools=self.tools,
+            is_inside=is_inside,
+            is_past=is_past and not is_inside,
+        )
+
     def _begins_inside(self, prompt_end: str, continued: str | None) -> bool:
         if continued is not None:
             return continued.rfind(think.OPEN) > continued.rfind(think.CLOSE)
@@ -91,8 +104,7 @@ def choose_chat_format(
                 f"({', '.join(harmony.SPECIAL_TOKENS)}); choose another reasoning_parser and "
                 "tool_parser"
             )
-        stops = [tokenizer.id_of(token) for token in harmony.STOP_TOKENS]
-        return ChatFormat(thinks, calls, letters, tuple(one for one in stops if one is not None))
+        return ChatFormat(thinks, calls, letters, harmony.end_ids(tokenizer))
     return ChatFormat(thinks, calls, _special_tags(tokenizer, thinks, calls))
 
 

@@ -38,6 +38,12 @@ def special_token_letters(tokenizer: Tokenizer) -> dict[int, str]:
     return {token_id: letter for token_id, letter in found.items() if token_id is not None}
 
 
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end an output, if this tokenizer has them."""
+    found = [tokenizer.id_of(token) for token in STOP_TOKENS]
+    return tuple(one for one in found if one is not None)
+
+
 class _Body(Enum):
     """What the words of a message are."""
 

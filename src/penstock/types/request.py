@@ -31,6 +31,14 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolRule:
+    """A tool must be called, one of these; a tool that was named is called once."""
+
+    names: tuple[str, ...]
+    is_named: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateInput:
     """One prompt from a user: exactly one of `text`, `token_ids`, `messages` is given."""
 
@@ -39,12 +47,26 @@ class GenerateInput:
     messages: tuple[Mapping[str, Any], ...] | None = None
     chat: ChatOptions = ChatOptions()
     parse_output: bool = False  # take reasoning and tool calls out of the text
+    tool_rule: ToolRule | None = None  # None: the model decides
+    parallel_tool_calls: bool = True
     sampling: SamplingParams = SamplingParams()
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str | None = None
     tenant: Tenant = ANONYMOUS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an output must match, in llguidance's notation, checked before it is sent.
+
+    `min_tokens` is kept here and not in the sampling parameters: where the grammar allows nothing
+    but the end, the output ends.
+    """
+
+    text: str
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +92,7 @@ class Request:
     ] = ()  # prefix blocks are shared only between equal keys (salt, adapter, ...)
     stream_interval: int = 1  # output tokens per delta; the first one is reported at once
     late_inputs: bool = False  # its sampling depends on what the commit before it finds
+    grammar: Grammar | None = None  # which outputs it may have; then late_inputs is set
     leader: int | None = (
         None  # id of the sample of the same prompt whose prefix this one waits to share
     )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import RequestError
+from penstock.types.guided_decoding import GuidedDecodingParams
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -53,6 +54,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    guided_decoding: GuidedDecodingParams | None = None  # stays outside the engine
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

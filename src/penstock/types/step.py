@@ -110,9 +110,24 @@ class StepPlan:
         return bool((self.num_tokens[: self.num_decodes] > 1).any())
 
 
+def _no_positions() -> Int32s:
+    return np.zeros(0, np.int32)
+
+
+def _no_masks() -> Int32s:
+    return np.zeros((0, 0), np.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateInputs:
-    """What sampling needs that only the previous commit could tell. Empty today."""
+    """What only the previous commit could tell sampling: the tokens that some rows may draw.
+
+    Row `positions[i]` of the step's logits draws token v only where bit v % 32 of
+    `bitmasks[i, v // 32]` is set. Rows that are not named draw what they like.
+    """
+
+    positions: Int32s = field(default_factory=_no_positions)
+    bitmasks: Int32s = field(default_factory=_no_masks)  # [rows that want one, ceil(V / 32)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

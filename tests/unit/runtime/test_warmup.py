@@ -48,6 +48,7 @@ def test_every_combination_of_sampling_kernels_is_warmed_up(
         (sampler, "gumbel_argmax"),
         (logits_processors, "filter_thresholds"),
         (logits_processors, "apply_penalties"),
+        (logits_processors, "apply_bitmask"),
     ):
 
         def noted(logits_LV, *rest, name=name, op=getattr(module, name)):
@@ -61,7 +62,8 @@ def test_every_combination_of_sampling_kernels_is_warmed_up(
     kinds = (("argmax", False), ("gumbel_argmax", False), ("gumbel_argmax", True))
     kinds += (("filter_thresholds", False),)
     both = {(name, dtype, has) for (name, has), dtype in itertools.product(kinds, dtypes)}
-    assert seen == both | {("apply_penalties", torch.float32, False)}
+    processors = {(name, torch.float32, False) for name in ("apply_penalties", "apply_bitmask")}
+    assert seen == both | processors
 
 
 @pytest.mark.parametrize("limits", [(2, 2, 16), (4, 4, 64), (3, 64, 16), (8, 256, 64)], ids=str)

@@ -13,9 +13,10 @@ from transformers.generation.logits_process import (
 )
 
 from penstock.sampling import logits_processors
+from penstock.sampling.logits_processors import StepRows, make_stages
 from penstock.sampling.state import SamplingState
 from penstock.types.sampling import SamplingParams
-from penstock.types.step import RowJoin
+from penstock.types.step import LateInputs, RowJoin
 
 VOCAB = 97
 CPU = torch.device("cpu")
@@ -40,11 +41,19 @@ def make_state(*joins: RowJoin) -> SamplingState:
     return state
 
 
-def process(state: SamplingState, logits: torch.Tensor, rows: list[int], lengths: list[int]):
+def process(
+    state: SamplingState,
+    logits: torch.Tensor,
+    rows: list[int],
+    lengths: list[int],
+    late: LateInputs = LateInputs(),
+):
     rows_L = torch.tensor(rows)
     lengths_L = torch.tensor(lengths, dtype=torch.int32)
     flags = state.flags(np.array(rows, np.int32))
-    return logits_processors.process(logits, rows_L, lengths_L, state.params(rows_L), flags, state)
+    step = StepRows(rows_L, lengths_L, state.params(rows_L))
+    wanted = [stage for stage in make_stages(state) if stage.is_wanted(flags, late)]
+    return logits_processors.process(logits, step, wanted, late)
 
 
 def kept(state: SamplingState, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -199,3 +208,18 @@ def test_stages_add_up_in_their_order():
         expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
     expected[9] -= 0.4
     np.testing.assert_allclose(process(state, logits, [0], [2])[0].numpy(), expected, rtol=1e-5)
+
+
+def test_a_bitmask_forbids_tokens_of_the_rows_it_names_whatever_their_bias_says():
+    state = make_state(join(0), join(1, logit_bias={7: 100.0}), join(2))
+    logits, allowed = some_logits(3), [[3, 40, 96], [5]]
+    bits = np.zeros((2, 128), np.uint8)
+    for row, ids in enumerate(allowed):
+        bits[row, ids] = 1
+    bitmasks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    late = LateInputs(positions=np.array([2, 1], np.int32), bitmasks=bitmasks)
+    processed = process(state, logits, [0, 1, 2], [2, 2, 2], late)
+    assert torch.equal(processed[0], logits[0])
+    assert processed[2].isfinite().nonzero()[:, 0].tolist() == allowed[0]
+    assert processed[1].isfinite().nonzero()[:, 0].tolist() == allowed[1]
+    assert torch.equal(processed[2, allowed[0]], logits[2, allowed[0]])

@@ -9,7 +9,7 @@ or +inf, or all are -inf. The token is then some token of the vocabulary, and me
 come in one tensor, so that one copy brings them to the host.
 
 Legend: L rows of logits, V vocabulary, B blocks of it, N numbers, C candidates, S slots of seen
-tokens, 2 a token and whether its logits were finite.
+tokens, P rows with a bitmask, W words of one, 2 a token and whether its logits were finite.
 """
 
 import torch
@@ -181,6 +181,19 @@ def apply_penalties(
     penalised_LV = torch.where(is_output_LV | in_prompt_SV[slots_L], repeated_LV, logits_LV)
     penalised_LV -= presence_L[:, None] * is_output_LV + frequency_L[:, None] * counts_LV
     logits_LV.copy_(penalised_LV)
+
+
+@op(gpu_module=_TRITON)
+def apply_bitmask(logits_LV: Tensor, positions_P: Tensor, words_PW: Tensor) -> None:
+    """Set logits of row positions[p] to -inf, in place, where their bit is 0.
+
+    Bit v % 32 of int32 words[p, v // 32] is token v's. Rows that no position names are left alone.
+    """
+    bits_32 = torch.arange(32, dtype=torch.int32, device=words_PW.device)
+    is_allowed_PV = ((words_PW[:, :, None] >> bits_32) & 1).flatten(1)[:, : logits_LV.shape[1]]
+    positions_P = positions_P.long()
+    masked_PV = logits_LV[positions_P].masked_fill(is_allowed_PV == 0, -torch.inf)
+    logits_LV.index_copy_(0, positions_P, masked_PV)
 
 
 def gumbel(seeds_L: Tensor, indices_L: Tensor, numbers: Tensor) -> Tensor:

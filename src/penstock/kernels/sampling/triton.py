@@ -364,3 +364,29 @@ def apply_penalties(
             vocab_size, logits_LV.stride(0), slots_L.stride(0), repetition_L.stride(0),
             BLOCK=_SPLIT, num_warps=8,
         )  # fmt: skip
+
+
+@triton.jit
+def _mask(
+    logits_ptr, positions_ptr, words_ptr, vocab_size, row_stride, num_words, BLOCK: tl.constexpr
+):
+    """In place, as the reference says; one program per (masked row, block of tokens). Only what is
+    forbidden is written, nothing is read."""
+    p = tl.program_id(0).to(tl.int64)
+    row = tl.load(positions_ptr + p).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_row = tokens < vocab_size
+    words = tl.load(words_ptr + p * num_words + tokens // 32, mask=in_row, other=-1)
+    is_forbidden = ((words >> (tokens % 32)) & 1) == 0
+    tl.store(logits_ptr + row * row_stride + tokens, float("-inf"), mask=in_row & is_forbidden)
+
+
+@reference.apply_bitmask.impl("triton", needs=arch(80))
+def apply_bitmask(logits_LV, positions_P, words_PW):
+    vocab_size, (num_masked, num_words) = logits_LV.shape[1], words_PW.shape
+    assert logits_LV.stride(1) == 1 and words_PW.is_contiguous() and num_words * 32 >= vocab_size
+    if num_masked:
+        _mask[num_masked, triton.cdiv(vocab_size, _SPLIT)](
+            logits_LV, positions_P, words_PW, vocab_size, logits_LV.stride(0), num_words,
+            BLOCK=_SPLIT, num_warps=8,
+        )  # fmt: skip

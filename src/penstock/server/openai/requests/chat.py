@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from penstock.errors import RequestError
 from penstock.server.openai.requests.generation import GenerationFields
 from penstock.server.openai.requests.schema import Count, Int32, Texts, TokenIds, shown
-from penstock.types.request import ChatOptions, GenerateInput
+from penstock.types.request import ChatOptions, GenerateInput, ToolRule
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
@@ -206,13 +206,7 @@ class ChatRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError(
-                "unsupported",
-                f"tool_choice is {shown(self.tool_choice)}: a model cannot be made to call a "
-                "tool yet; only none and auto are supported",
-                "tool_choice",
-            )
+        self.tool_rule()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
@@ -249,12 +243,42 @@ class ChatRequest(GenerationFields):
             messages=tuple(self.messages) if ids is None else None,
             chat=self.chat_options(),
             parse_output=True,
+            tool_rule=self.tool_rule(),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
             sampling=self.sampling(defaults, **changes),
             add_special_tokens=self.add_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             priority=self.priority,
             cache_salt=self.cache_salt,
         )
+
+    def tool_rule(self) -> ToolRule | None:
+        """Whether a tool must be called."""
+        choice, names = self.tool_choice, tuple(one["function"]["name"] for one in self.tools or ())
+        if choice in (None, "none", "auto"):
+            return None
+        if choice == "required":
+            if not names:
+                raise RequestError(
+                    "invalid_value",
+                    "tool_choice is required, and there are no tools",
+                    "tool_choice",
+                )
+            return ToolRule(names=names)
+        function = choice.get("function", choice) if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or choice.get("type", "function") != "function":
+            raise RequestError(
+                "invalid_value",
+                f"tool_choice is {shown(choice)}: it must be none, auto, required or "
+                '{"type": "function", "function": {"name": ..}}',
+                "tool_choice",
+            )
+        if name not in names:
+            raise RequestError(
+                "invalid_value", f"tool_choice names {shown(name)}, which tools lack", "tool_choice"
+            )
+        return ToolRule(names=(name,), is_named=True)
 
     def chat_options(self) -> ChatOptions:
         template_kwargs = dict(self.chat_template_kwargs or {})

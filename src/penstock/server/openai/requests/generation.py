@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.errors import RequestError
+from penstock.server.openai.requests import structured
 from penstock.server.openai.requests.schema import (
     INT32_MAX,
     Count,
@@ -20,6 +21,8 @@ from penstock.server.openai.requests.schema import (
     shown,
     shown_as,
 )
+from penstock.server.openai.requests.structured import ResponseFormat, guided_decoding
+from penstock.text.grammars.output_grammar import MAX_CHOICES
 from penstock.types.sampling import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -70,7 +73,6 @@ class GenerationFields(Strict):
         "top_p_min": "top_p decay is not supported",
         "prompt_ignore_length": "penalties always see the whole prompt",
         "return_context_logits": "logits are not returned; ask for prompt_logprobs",
-        "response_format": 'only {"type": "text"} is supported',
         "lora_request": "adapters are not supported",
         "disaggregated_params": "disaggregated serving is not supported",
         "conversation_params": "server-side conversations are not supported",
@@ -113,13 +115,19 @@ class GenerationFields(Strict):
     priority: Int32 = 0  # larger runs first
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[Texts, at_most("guided_choice", MAX_CHOICES)] | None = None
+    guided_grammar: str | None = None
+
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | int = False
     top_p_min: float = 0.0
     prompt_ignore_length: int = 0
     return_context_logits: bool = False
-    response_format: dict[str, Any] | None = None
     lora_request: dict[str, Any] | None = None
     disaggregated_params: dict[str, Any] | None = None
     conversation_params: dict[str, Any] | None = None
@@ -132,8 +140,6 @@ class GenerationFields(Strict):
             if name not in given:
                 continue
             value = getattr(self, name)
-            if name == "response_format" and value == {"type": "text"}:
-                continue
             if value is not None and value != fields[name].default:
                 raise RequestError("unsupported", f"{name} is {shown(value)}: {why}", name)
         if self.stream_options is not None and not self.stream:
@@ -169,6 +175,9 @@ class GenerationFields(Strict):
         }
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        given["guided_decoding"] = guided_decoding(
+            {name: getattr(self, name) for name in structured.FIELDS}
+        )
         given = given | changes
         if given.get("temperature") == 0:
             defaults = {name: value for name, value in defaults.items() if name == "max_tokens"}

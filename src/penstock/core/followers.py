@@ -1,0 +1,16 @@
+"""Followers: what is kept per request beside the core and moves on with its committed tokens."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.types.request import Request
+
+
+class Follower(Protocol):
+    """Told about requests with `late_inputs` only; the others cost nothing."""
+
+    def on_commit(self, request: Request, token_ids: Sequence[int]) -> str | None:
+        """The request has these new tokens, one or several. Returns why it must fail, if so."""
+
+    def on_close(self, request: Request) -> None:
+        """The request has ended, in whatever way; it may never have started."""

@@ -1,0 +1,205 @@
+"""`Grammars`: the matchers of requests whose output must match a grammar, and the masks they give.
+
+A gate holds a request until its grammar is compiled, a follower moves its matcher on with committed
+tokens, and `late_inputs` asks all matchers of a step which tokens they allow, while the device runs
+the forward. Knows no text and no device; how grammars are written is in `text/grammars`.
+"""
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from threading import Lock
+
+import llguidance
+import numpy as np
+
+from penstock import log
+from penstock.errors import RequestError
+from penstock.text.grammars.library import LIMITS
+from penstock.types.request import Grammar, Request
+from penstock.types.step import Int32s, LateInputs, StepPlan
+
+_MAX_COMPILED = 256  # grammars kept, those used last
+_MAX_COMPILED_CHARS = 1 << 24  # of their texts together
+_COMPILE_TIMEOUT_S = 30.0
+_COMPILE_THREADS = 2
+_MAX_MASK_THREADS = 8
+_NOTHING = LateInputs()
+_log = log.get(__name__)
+
+
+class _Running:
+    """One request's matcher, at its last committed token."""
+
+    def __init__(self, request: Request, grammar: Grammar, matcher: llguidance.LLMatcher) -> None:
+        self.matcher = matcher
+        self.num_tokens = 0
+        self._min_tokens = grammar.min_tokens
+        self._stop_ids = request.stop_ids
+
+    def hold_off_the_end(self, words_W: Int32s) -> None:
+        """Below `min_tokens` no stop id, as long as anything else is allowed."""
+        if self.num_tokens >= self._min_tokens:
+            return
+        others_W = words_W.copy()
+        for token_id in self._stop_ids:
+            if token_id // 32 < len(others_W):
+                others_W[token_id // 32] &= np.int32(~np.uint32(1 << token_id % 32).view(np.int32))
+        if others_W.any():
+            words_W[:] = others_W
+
+
+class Grammars:
+    """`load_vocabulary` is called once, in a thread, when the first grammar comes."""
+
+    def __init__(
+        self,
+        load_vocabulary: Callable[[], llguidance.LLTokenizer],
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._load_vocabulary = load_vocabulary
+        self._num_words = -(-vocab_size // 32)
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
+        self._loading = Lock()
+        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._num_chars = 0
+        self._deadlines: dict[int, float] = {}  # of requests that wait for their grammar
+        self._running: dict[int, _Running] = {}  # by request id, once its grammar is compiled
+        self._by_row: dict[tuple[int, int], int] = {}  # (data-parallel rank, row) -> request id
+
+    @property
+    def num_matchers(self) -> int:
+        return len(self._running)
+
+    # Gate
+
+    def ready(self, request: Request) -> bool:
+        if request.grammar is None or request.id in self._running:
+            return True
+        compiling = self._compile(request.grammar.text)
+        if not compiling.done():
+            deadline = self._deadlines.setdefault(request.id, self._clock() + _COMPILE_TIMEOUT_S)
+            if self._clock() > deadline:
+                raise RequestError(
+                    "invalid_value",
+                    f"the grammar was not compiled within {_COMPILE_TIMEOUT_S:.0f} s; simplify it",
+                )
+            return False
+        try:
+            matcher = compiling.result().deep_copy()
+        except Exception as error:
+            raise RequestError("invalid_value", f"the grammar cannot be used: {error}") from error
+        self._running[request.id] = _Running(request, request.grammar, matcher)
+        return True
+
+    def _compile(self, text: str) -> "Future[llguidance.LLMatcher]":
+        found = self._compiled.get(text)
+        if found is None:
+            found = self._compiled[text] = self._pool.submit(self._make_matcher, text)
+            self._num_chars += len(text)
+            self._forget_oldest()
+        self._compiled.move_to_end(text)
+        return found
+
+    def _forget_oldest(self) -> None:
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > _MAX_COMPILED or self._num_chars > _MAX_COMPILED_CHARS
+        ):
+            text, _ = self._compiled.popitem(last=False)
+            self._num_chars -= len(text)
+
+    def _make_matcher(self, text: str) -> llguidance.LLMatcher:
+        with self._loading:
+            vocabulary = self._vocabulary
+        matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        started = self._clock()
+        vocabulary = self._load_vocabulary()
+        _log.info("vocabulary for grammars loaded in %.1f s", self._clock() - started)
+        return vocabulary
+
+    # Follower
+
+    def on_commit(self, request: Request, token_ids: Sequence[int]) -> str | None:
+        running = self._running.get(request.id)
+        if running is None:
+            return None
+        matcher = running.matcher
+        running.num_tokens += len(token_ids)
+        is_last = token_ids[-1] in request.stop_ids  # the end of the output is no part of it
+        if not matcher.is_error():
+            matcher.consume_tokens(list(token_ids[:-1] if is_last else token_ids))
+        return f"the output left its grammar: {matcher.get_error()}" if matcher.is_error() else None
+
+    def on_close(self, request: Request) -> None:
+        self._running.pop(request.id, None)
+        self._deadlines.pop(request.id, None)
+
+    # Late inputs
+
+    def late_inputs(self, plan: StepPlan) -> LateInputs:
+        """One mask for every row of logits whose request has a matcher."""
+        for join in plan.joins:
+            row = join.dp_rank, join.row
+            if join.request_id in self._running:
+                self._by_row[row] = join.request_id
+            else:
+                self._by_row.pop(row, None)
+        if not plan.needs_late_inputs:
+            return _NOTHING
+        positions: list[int] = []
+        matched: list[_Running] = []
+        position = 0
+        for row, num_rows in zip(
+            zip(plan.dp_ranks.tolist(), plan.rows.tolist(), strict=True),
+            plan.num_logit_rows.tolist(),
+            strict=True,
+        ):
+            # A request that has ended meanwhile has none, and its token is dropped.
+            running = self._running.get(self._by_row.get(row, -1))
+            if running is not None and num_rows:
+                positions.append(position)
+                matched.append(running)
+            position += num_rows
+        if not matched:
+            return _NOTHING
+        return LateInputs(positions=np.array(positions, np.int32), bitmasks=self._masks(matched))
+
+    def _masks(self, matched: Sequence[_Running]) -> Int32s:
+        masks_NW = np.zeros((len(matched), self._num_words), np.int32)
+        num_bytes = masks_NW.shape[1] * masks_NW.itemsize
+        if len(matched) == 1 or self._executor is None:
+            for one, mask_W in zip(matched, masks_NW, strict=True):
+                one.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, num_bytes)
+        else:
+            self._executor.unsafe_compute_mask_ptr(
+                [(one.matcher, i) for i, one in enumerate(matched)],
+                masks_NW.ctypes.data,
+                num_bytes,
+                len(matched),
+            )
+        for one, mask_W in zip(matched, masks_NW, strict=True):
+            one.hold_off_the_end(mask_W)
+            if one.matcher.is_error():
+                # Any token will do: with its commit the request fails, and says why. Without one
+                # the row would look as if the model were broken.
+                mask_W[:] = -1
+        return masks_NW
+
+    @cached_property
+    def _executor(self) -> llguidance.LLExecutor | None:
+        num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2)
+        return llguidance.LLExecutor(num_threads) if num_threads > 1 else None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

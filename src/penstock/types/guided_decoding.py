@@ -1,0 +1,50 @@
+"""`GuidedDecodingParams`: what an output must look like, in the words of the user."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import RequestError
+
+KINDS = ("json", "regex", "grammar", "json_object", "structural_tag", "choice")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedDecodingParams:
+    """One of them. `json`: a JSON Schema as text, a mapping, or a class of pydantic's; afterwards
+    text. `grammar`: EBNF. `structural_tag`: JSON as text or mapping. `choice`: one of these texts.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: Any = None
+    choice: Sequence[str] | None = None
+    param: str = field(default="guided_decoding", compare=False, repr=False)  # for errors
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                "invalid_value",
+                f"{self.param} has {' and '.join(given) or 'none'} of {', '.join(KINDS)}; give "
+                "exactly one",
+                self.param,
+            )
+        for name in ("json", "structural_tag"):
+            object.__setattr__(self, name, _as_text(getattr(self, name)))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+    @property
+    def kind(self) -> str:
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+
+def _as_text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    schema_of = getattr(value, "model_json_schema", None)  # pydantic's
+    return json.dumps(value if schema_of is None else schema_of(), ensure_ascii=False)
