@@ -19,7 +19,7 @@ import numpy as np
 from penstock import log
 from penstock.errors import RequestError
 from penstock.text.grammars.library import LIMITS
-from penstock.types.request import Grammar, Request
+from penstock.types.request import Request
 from penstock.types.step import Int32s, LateInputs, StepPlan
 
 _MAX_COMPILED = 256  # grammars kept, those used last
@@ -34,22 +34,36 @@ _log = log.get(__name__)
 class _Running:
     """One request's matcher, at its last committed token."""
 
-    def __init__(self, request: Request, grammar: Grammar, matcher: llguidance.LLMatcher) -> None:
+    def __init__(
+        self, request: Request, matcher: llguidance.LLMatcher, eos_ids: Sequence[int]
+    ) -> None:
+        assert request.grammar is not None
         self.matcher = matcher
         self.num_tokens = 0
-        self._min_tokens = grammar.min_tokens
+        self._min_tokens = request.grammar.min_tokens
         self._stop_ids = request.stop_ids
+        # The vocabulary knows all tokens that end an output of this model, a request some of them.
+        self._foreign_ids = [one for one in eos_ids if one not in request.stop_ids]
 
-    def hold_off_the_end(self, words_W: Int32s) -> None:
-        """Below `min_tokens` no stop id, as long as anything else is allowed."""
-        if self.num_tokens >= self._min_tokens:
-            return
-        others_W = words_W.copy()
-        for token_id in self._stop_ids:
-            if token_id // 32 < len(others_W):
-                others_W[token_id // 32] &= np.int32(~np.uint32(1 << token_id % 32).view(np.int32))
-        if others_W.any():
-            words_W[:] = others_W
+    def fill(self, words_W: Int32s) -> None:
+        """What the matcher left out of its mask: which ends are allowed."""
+        _clear(words_W, self._foreign_ids)
+        if self.num_tokens < self._min_tokens:
+            others_W = words_W.copy()
+            _clear(others_W, self._stop_ids)
+            if others_W.any():  # else nothing but the end is possible
+                words_W[:] = others_W
+        if self.matcher.is_error():
+            # Any token will do: with its commit the request fails, and says why. Without one the
+            # row would look as if the model were broken.
+            words_W[:] = -1
+
+
+def _clear(words_W: Int32s, token_ids: Sequence[int]) -> None:
+    bits_W = words_W.view(np.uint32)
+    for token_id in token_ids:
+        if token_id // 32 < len(bits_W):
+            bits_W[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
 
 class Grammars:
@@ -94,7 +108,7 @@ class Grammars:
             matcher = compiling.result().deep_copy()
         except Exception as error:
             raise RequestError("invalid_value", f"the grammar cannot be used: {error}") from error
-        self._running[request.id] = _Running(request, request.grammar, matcher)
+        self._running[request.id] = _Running(request, matcher, self._vocabulary.eos_tokens)
         return True
 
     def _compile(self, text: str) -> "Future[llguidance.LLMatcher]":
@@ -189,11 +203,7 @@ class Grammars:
                 len(matched),
             )
         for one, mask_W in zip(matched, masks_NW, strict=True):
-            one.hold_off_the_end(mask_W)
-            if one.matcher.is_error():
-                # Any token will do: with its commit the request fails, and says why. Without one
-                # the row would look as if the model were broken.
-                mask_W[:] = -1
+            one.fill(mask_W)
         return masks_NW
 
     @cached_property

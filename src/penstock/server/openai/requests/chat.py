@@ -265,9 +265,10 @@ class ChatRequest(GenerationFields):
                     "tool_choice",
                 )
             return ToolRule(names=names)
-        function = choice.get("function", choice) if isinstance(choice, dict) else None
+        named = choice if isinstance(choice, dict) else {}
+        function = named.get("function", named)
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or choice.get("type", "function") != "function":
+        if not isinstance(name, str) or named.get("type", "function") != "function":
             raise RequestError(
                 "invalid_value",
                 f"tool_choice is {shown(choice)}: it must be none, auto, required or "
