@@ -2,10 +2,13 @@ import gzip
 import shutil
 from pathlib import Path
 
+import llguidance
 import pytest
 import tiny_tokenizers
 from tiny_tokenizers import SHARED, TINY
 
+from penstock.text.grammars.library import make_vocabulary
+from penstock.text.harmony import end_ids
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -40,6 +43,21 @@ def load_tokenizer(tokenizer_folder):
     def load(name: str) -> Tokenizer:
         if name not in loaded:
             loaded[name] = Tokenizer.from_folder(tokenizer_folder(name))
+        return loaded[name]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def load_vocabulary(load_tokenizer):
+    """What grammars know of a tokenizer."""
+    loaded: dict[str, llguidance.LLTokenizer] = {}
+
+    def load(name: str) -> llguidance.LLTokenizer:
+        if name not in loaded:
+            tokenizer = load_tokenizer(name)
+            eos_ids = (*tokenizer.eos_ids, *end_ids(tokenizer))
+            loaded[name] = make_vocabulary(tokenizer, tokenizer.vocab_size, eos_ids)
         return loaded[name]
 
     return load

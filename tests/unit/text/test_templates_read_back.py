@@ -5,14 +5,16 @@ Through the real vocabulary as well, in which some tags are special tokens.
 
 import json
 
+import llguidance
 import pytest
 from tiny_tokenizers import SHARED
 
 from penstock.text.chat import ChatTemplate
 from penstock.text.chat_format import choose_chat_format
 from penstock.text.detokenizer import Detokenizer
+from penstock.text.grammars.output_grammar import output_grammar
 from penstock.text.tools.calls import joined
-from penstock.types.request import ChatOptions
+from penstock.types.request import ChatOptions, ToolRule
 
 TOOLS = (
     {
@@ -94,6 +96,40 @@ def test_a_templates_own_calls_are_read_back(load_tokenizer, path, size):
         assert [(call.name, json.loads(call.arguments)) for call in found] == calls
         assert "".join(one.text for one in news) == content
         assert "".join(one.reasoning for one in news) == ""
+
+
+def is_allowed(vocabulary, grammar: str, ids: list[int]) -> bool:
+    matcher = llguidance.LLMatcher(vocabulary, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("path", TEMPLATES)
+def test_grammars_allow_a_templates_own_calls_and_no_wrong_arguments(
+    load_tokenizer, load_vocabulary, path
+):
+    folder = path.split("/")[0]
+    tokenizer, vocabulary = load_tokenizer(folder), load_vocabulary(folder)
+    source = (SHARED / path).read_text(encoding="utf8")
+    num_calls, content = TEMPLATES[path]
+    chat_format = choose_chat_format(tokenizer, [source], "auto", "auto")
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    rule = ToolRule(names=("weather", "now"))
+    named = ToolRule(names=("now",), is_named=True)
+    for said, tools, forced in (("", TOOLS, rule), ("", TOOLS, named), (content, strict, None)):
+        calls = CALLS[1:] if forced is named else CALLS[:num_calls]
+        prompt_end, answer = written(source, calls, said)
+        start = chat_format.answer_start(prompt_end)
+        grammar = output_grammar(tokenizer, start, None, tools, forced)
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+        assert is_allowed(vocabulary, grammar, ids), (forced, answer)
+        wrong = answer.replace('"days": 2', '"days": "two"').replace("now", "later")
+        wrong_ids = tokenizer.encode(wrong, add_special_tokens=False)
+        assert wrong != answer and not is_allowed(vocabulary, grammar, wrong_ids), wrong
+        closing = "Hm.</think>" if start.is_inside else ""
+        free = tokenizer.encode(f"{closing}I call nothing.", add_special_tokens=False)
+        is_open = forced is None and chat_format.reasoning != "harmony"  # which needs its header
+        assert is_allowed(vocabulary, grammar, free) == is_open
 
 
 def test_all_real_templates_are_tried():

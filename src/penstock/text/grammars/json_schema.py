@@ -58,7 +58,9 @@ def schema_grammar(text: str, param: str) -> dict[str, Any]:
 
 
 def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}
+    # Some models escape every letter that is not ASCII, as their templates do.
+    options = {"whitespace_pattern": _BLANKS, "json_allow_general_unicode_escapes": True}
+    return {**schema, "x-guidance": options}
 
 
 def _fault(schema: dict[str, Any]) -> str | None:

@@ -117,12 +117,14 @@ def _harmony(
     turn = words("<|end|><|start|>assistant")
     analysis = f"{words('<|channel|>analysis<|message|>')} {text} {turn}"
     preamble = f"{words('<|channel|>commentary<|message|>')} {text} {turn}"
-    json_kind = f"({words(' <|constrain|>json')})?"
-    endings = [
-        f"{words(f'<|channel|>commentary to=functions.{call.name}')} {json_kind} "
-        f"{words('<|message|>')} {call.arguments}"
-        for call in calls
-    ]
+    json_kind = f"({words(' <|constrain|>json')} | {words(' json')})?"
+    endings = []
+    for call in calls:
+        recipient = f" to=functions.{call.name}"  # on either side of the channel
+        heads = (f"<|channel|>commentary{recipient}", f"{recipient}<|channel|>commentary")
+        endings += [
+            f"{words(head)} {json_kind} {words('<|message|>')} {call.arguments}" for head in heads
+        ]
     if not must_call:
         answer = text if guided is None else _guided(rules, guided)
         kind = "" if guided is None else json_kind

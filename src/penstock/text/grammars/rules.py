@@ -76,4 +76,5 @@ def _quoted(text: str) -> str:
 
 
 def _in_regex(text: str) -> str:
-    return re.sub(r"([^\w\s])", r"\\\1", text)
+    escaped = re.sub(r"([\\.+*?()|\[\]{}^$/#&~-])", r"\\\1", text)
+    return escaped.replace("\n", r"\n")

@@ -141,6 +141,8 @@ def calls_of(
         function = tool["function"]
         if names is None or function["name"] in names:
             parameters = function.get("parameters")
+            if isinstance(parameters, dict):  # an object they are, whether it says so or not
+                parameters = {"type": "object", **parameters}
             text = ANY_OBJECT if parameters is None else json.dumps(parameters)
             schema = schema_grammar(text, f"tools[{i}].function.parameters")
             calls.append(Call(function["name"], rules.part(schema)))
