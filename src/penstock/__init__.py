@@ -8,14 +8,23 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "penstock.api.llm",
     "SamplingParams": "penstock.types.sampling",
+    "GuidedDecodingParams": "penstock.types.guided_decoding",
     "EngineConfig": "penstock.config.schema",
     "RequestOutput": "penstock.types.outputs",
 }
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "GuidedDecodingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from penstock.api.llm import LLM
     from penstock.config.schema import EngineConfig
+    from penstock.types.guided_decoding import GuidedDecodingParams
     from penstock.types.outputs import RequestOutput
     from penstock.types.sampling import SamplingParams
 

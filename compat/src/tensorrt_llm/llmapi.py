@@ -1,6 +1,6 @@
 """The names of `tensorrt_llm.llmapi` that have a counterpart."""
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, GuidedDecodingParams, SamplingParams
 from penstock.config.graphs import CudaGraphConfig
 from penstock.config.kv_cache import KvCacheConfig
 from penstock.config.moe import MoeConfig
@@ -9,6 +9,7 @@ from penstock.config.speculative import SpeculativeConfig as NGramDecodingConfig
 __all__ = [
     "LLM",
     "CudaGraphConfig",
+    "GuidedDecodingParams",
     "KvCacheConfig",
     "MoeConfig",
     "NGramDecodingConfig",

@@ -297,7 +297,7 @@ _OUTPUT = {
     "enable_mixed_sampler": ignored("requests with different sampling always share a step", True),
     "enable_trtllm_sampler": ignored("there is one sampler", False),
     "guided_decoding_backend": ignored(
-        "guided decoding is not there yet; requests that ask for a response format are refused"
+        "grammars always run on llguidance; every response format is served by it", "llguidance"
     ),
     "batched_logits_processor": rejected(_NO_PYTHON_OBJECT),
     "gather_generation_logits": ignored("logits stay on the device; ask for logprobs", False),

@@ -48,7 +48,16 @@ FIELDS = {
     "to.",
     "cache_salt": "Cached prefixes are shared only with requests that have the same.",
     "tools": "Functions that the model may call.",
-    "tool_choice": "auto: the model decides; none: tools are not shown to it.",
+    "tool_choice": "auto: the model decides; none: tools are not shown to it; required: it calls "
+    "one; a function by its name: it calls that one.",
+    "response_format": "What the output must be: text, json_object, json_schema, json (with "
+    "schema), regex, ebnf or structural_tag.",
+    "structured_outputs": "The same as response_format, in vLLM's words: one of json, regex, "
+    "choice, grammar, json_object, structural_tag.",
+    "guided_json": "A JSON Schema that the output matches.",
+    "guided_regex": "A regular expression that the whole output matches.",
+    "guided_choice": "The output is one of these.",
+    "guided_grammar": "A grammar in EBNF that the output matches.",
     "parallel_tool_calls": "false: at most one call is returned.",
     "reasoning_effort": "For models whose chat template knows it.",
     "verbosity": "For models whose chat template knows it.",

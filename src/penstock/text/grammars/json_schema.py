@@ -4,15 +4,16 @@ A keyword that the library does not know is refused, never left out: an output m
 """
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.errors import RequestError
-from penstock.text.grammars.library import MAX_GRAMMAR_CHARS, fault_of
+from penstock.text.grammars.library import MAX_GRAMMAR_CHARS, fault_of, find_fault
 
 ANY_OBJECT = '{"type": "object"}'
 _MAX_DEPTH = 64
-_MAX_PROBES = 2000  # parts of a schema that are tried alone, to find the one at fault
+_MAX_SEARCH_S = 0.25  # for the part that is at fault
 # Between tokens of JSON: nothing, a blank, or a new line and its indentation. Bounded, for a model
 # that likes blanks would write nothing else.
 _BLANKS = r"( |\r?\n[ \t]{0,40})?"
@@ -39,7 +40,7 @@ def schema_grammar(text: str, param: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(
             "invalid_value", f"{param}: the schema is not JSON: {error}", param
-        ) from (None)
+        ) from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -47,7 +48,9 @@ def schema_grammar(text: str, param: str) -> dict[str, Any]:
             "invalid_type", f"{param}: a schema is an object, this is {text[:80]}", param
         )
     schema = _without_notes(schema, param)
-    if (fault := _fault(schema)) is not None:
+    if not _is_composed(schema):
+        schema = _closed(schema)
+    if (fault := fault_of(_as_grammar(schema))) is not None:
         path = _path_of(schema, fault)
         raise RequestError(
             "invalid_value",
@@ -63,8 +66,8 @@ def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": options}
 
 
-def _fault(schema: dict[str, Any]) -> str | None:
-    return fault_of(json.dumps({"grammars": [{"json_schema": _with_options(schema)}]}))
+def _as_grammar(schema: dict[str, Any]) -> str:
+    return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
 
 
 def _without_notes(schema: Any, param: str, depth: int = 0) -> Any:
@@ -75,30 +78,60 @@ def _without_notes(schema: Any, param: str, depth: int = 0) -> Any:
         raise RequestError(
             "invalid_value", f"{param}: the schema is nested more than {_MAX_DEPTH} deep", param
         )
-    kept = dict(schema)
+    kept = _mapped(schema, lambda one: _without_notes(one, param, depth + 1))
     if isinstance(name := schema.get("format"), str) and name not in _FORMATS:
         del kept["format"]
+    return kept
+
+
+def _is_composed(schema: dict[str, Any]) -> bool:
+    """Whether the properties of some object are spread over several schemas."""
+    has_parts = any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref"))
+    all_of = schema.get("allOf")
+    is_spread = isinstance(all_of, list) and len(all_of) > 1
+    return (
+        is_spread
+        or (has_parts and "properties" in schema)
+        or any(_is_composed(child) for _, child in _children(schema))
+    )
+
+
+def _closed(schema: Any) -> Any:
+    """Objects with the named properties alone, where the schema does not say: what it allows
+    besides, a model fills with whatever comes to its mind. What is valid then was so before."""
+    if not isinstance(schema, dict):
+        return schema
+    closed = _mapped(schema, _closed)
+    named, required = schema.get("properties"), schema.get("required", [])
+    is_open = {"additionalProperties", "patternProperties", "minProperties"} & schema.keys()
+    if isinstance(named, dict) and isinstance(required, list) and not is_open:
+        closed["additionalProperties"] = any(name not in named for name in required)
+    return closed
+
+
+def _mapped(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The same with every schema in it changed."""
+    mapped = dict(schema)
     for key in (*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SINGLE_SCHEMAS):
         value = schema.get(key)
         if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            kept[key] = {name: _without_notes(one, param, depth + 1) for name, one in value.items()}
+            mapped[key] = {name: change(one) for name, one in value.items()}
         elif isinstance(value, list):
-            kept[key] = [_without_notes(one, param, depth + 1) for one in value]
+            mapped[key] = [change(one) for one in value]
         elif isinstance(value, dict):
-            kept[key] = _without_notes(value, param, depth + 1)
-    return kept
+            mapped[key] = change(value)
+    return mapped
 
 
 def _path_of(schema: dict[str, Any], fault: str) -> str:
     """A JSON pointer to the smallest part that has this fault by itself."""
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    path, part, num_left = "#", schema, _MAX_PROBES
+    path, part, deadline = "#", schema, time.monotonic() + _MAX_SEARCH_S
     while True:
         for step, child in _children(part):
-            num_left -= 1
-            if num_left < 0:
+            if time.monotonic() > deadline:
                 return path
-            if _fault({**shared, **child} if step[0] not in shared else child) == fault:
+            if find_fault(_as_grammar({**shared, **child})) == fault:
                 path, part = f"{path}/{'/'.join(step)}", child
                 break
         else:

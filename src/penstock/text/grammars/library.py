@@ -18,12 +18,14 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 
-@lru_cache(maxsize=64)
-def fault_of(grammar: str) -> str | None:
+def find_fault(grammar: str) -> str | None:
     """Why this cannot be a grammar, in the library's words. None: it can."""
     found = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LIMITS)
     is_error, messages = found
     return "; ".join(messages) if is_error else None
+
+
+fault_of = lru_cache(maxsize=64)(find_fault)  # the same grammars come again and again
 
 
 class _Vocabulary:

@@ -1,0 +1,142 @@
+"""JSON Schemas as grammars: what they allow, by jsonschema's verdict, and what is refused, where."""
+
+import json
+
+import jsonschema
+import llguidance
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import RequestError
+from penstock.hub.folder import local_folder
+from penstock.text.grammars.json_schema import schema_grammar
+from penstock.text.grammars.library import MAX_GRAMMAR_CHARS, make_vocabulary
+from penstock.text.tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8, "format": "person-name"},
+        "pets": {"type": "array", "items": {"$ref": "#/$defs/pet"}, "maxItems": 2},
+        "id": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    },
+    "required": ["name", "id"],
+    "$defs": {"pet": {"type": "object", "properties": {"legs": {"enum": [0, 2, 4]}}}},
+}
+INSTANCES = [
+    {"name": "Ann", "id": 3},
+    {"name": "Ann", "pets": [{"legs": 4}, {}], "id": None},
+    {"name": "much too long", "id": 3},
+    {"name": "Ann", "pets": [{"legs": 3}], "id": 3},
+    {"name": "Ann", "pets": [{}, {}, {}], "id": 3},
+    {"name": "Ann"},
+    {"name": 5, "id": "x"},
+    [],
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(local_folder("tiny"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return make_vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+@pytest.fixture(scope="module")
+def allows(tokenizer, vocabulary):
+    def check(schema, text: str) -> bool:
+        part = {"name": "main", **schema_grammar(json.dumps(schema), "schema")}
+        matcher = llguidance.LLMatcher(vocabulary, json.dumps({"grammars": [part]}))
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return check
+
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_instances_are_allowed_as_far_as_they_are_valid(allows, instance, indent):
+    is_valid = jsonschema.Draft202012Validator(PERSON).is_valid(instance)
+    assert allows(PERSON, json.dumps(instance, indent=indent)) == is_valid
+
+
+def test_blanks_are_bounded(allows):
+    assert allows(PERSON, '{ "name": "Ann",\n\t"id":1 }')
+    assert not allows(PERSON, '{"name": ' + " " * 3 + '"Ann", "id": 1}')
+
+
+def test_objects_are_closed_unless_the_schema_opens_them(allows):
+    more = '{"name": "Ann", "id": 3, "more": 1}'
+    assert not allows(PERSON, more)
+    assert allows(PERSON | {"additionalProperties": True}, more)
+    spread = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {"type": "integer"}}}]}
+    assert allows({"type": "object"} | spread, '{"a": 1, "b": 2}')
+    assert allows({"type": "object", "properties": {"a": {}}, "required": ["b"]}, '{"b": 2}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "said"),
+    [
+        ({"not": {"type": "string"}}, "#", "not"),
+        ({"properties": {"a/b": {"items": {"uniqueItems": True}}}}, "#/properties/a~1b/items", "un"),
+        ({"anyOf": [{}, {"type": "strin"}]}, "#/anyOf/1", "strin"),
+        ({"$defs": {"x": {"if": {}}}, "items": {"$ref": "#/$defs/x"}}, "#/$defs/x", "if"),
+        ({"properties": {"p": {"type": "string", "pattern": "(?=a)b"}}}, "#/properties/p", "look"),
+        ({"prefixItems": [{"$ref": "#/nowhere"}]}, "#/prefixItems/0", "nowhere"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "#", "greater"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_with_its_path(schema, path, said):
+    with pytest.raises(RequestError) as refusal:
+        schema_grammar(json.dumps(schema), "response_format")
+    assert f"at {path};" in refusal.value.message and said in refusal.value.message
+    assert refusal.value.param.startswith("response_format")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        '"text"',
+        "[" * 5000,
+        '{"items": ' * 90 + "{}" + "}" * 90,
+        json.dumps({"const": "a" * MAX_GRAMMAR_CHARS}),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_what_is_no_schema_or_too_large_is_refused(text):
+    with pytest.raises(RequestError):
+        schema_grammar(text, "response_format")
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "properties", "items", "required", "allOf", "anyOf", "$ref", "format"]
+                + ["enum", "const", "minProperties", "additionalProperties", "pattern", "$defs"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(schema=_VALUES)
+@settings(max_examples=40, deadline=None)
+def test_whatever_comes_is_a_grammar_or_refused(schema):
+    try:
+        assert "json_schema" in schema_grammar(json.dumps(schema), "response_format")
+    except RequestError as refusal:
+        assert refusal.message
