@@ -1,4 +1,4 @@
-"""JSON Schemas as grammars: what they allow, by jsonschema's verdict, and what is refused, where."""
+"""JSON Schemas as grammars: what they allow, by jsonschema's verdict; what is refused, and where."""
 
 import json
 
@@ -83,7 +83,11 @@ def test_objects_are_closed_unless_the_schema_opens_them(allows):
     ("schema", "path", "said"),
     [
         ({"not": {"type": "string"}}, "#", "not"),
-        ({"properties": {"a/b": {"items": {"uniqueItems": True}}}}, "#/properties/a~1b/items", "un"),
+        (
+            {"properties": {"a/b": {"items": {"uniqueItems": True}}}},
+            "#/properties/a~1b/items",
+            "un",
+        ),
         ({"anyOf": [{}, {"type": "strin"}]}, "#/anyOf/1", "strin"),
         ({"$defs": {"x": {"if": {}}}, "items": {"$ref": "#/$defs/x"}}, "#/$defs/x", "if"),
         ({"properties": {"p": {"type": "string", "pattern": "(?=a)b"}}}, "#/properties/p", "look"),
@@ -122,8 +126,8 @@ _VALUES = st.recursive(
         st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from(
-                ["type", "properties", "items", "required", "allOf", "anyOf", "$ref", "format"]
-                + ["enum", "const", "minProperties", "additionalProperties", "pattern", "$defs"]
+                "type properties items required allOf anyOf $ref format enum const minProperties "
+                "additionalProperties pattern $defs".split()
             ),
             inner,
             max_size=4,

@@ -1,0 +1,226 @@
+"""Outputs that match a grammar, in the real engine, whatever happens to requests meanwhile."""
+
+import itertools
+import json
+import re
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from local_engine import LocalEngine
+
+from penstock import LLM, GuidedDecodingParams, SamplingParams
+from penstock.hub.folder import local_folder
+from penstock.ipc.messages import Submit
+from penstock.text.grammars.output_grammar import AnswerStart, output_grammar
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.request import FinishReason, Grammar, Request, request_id
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+        "size": {"type": "integer", "minimum": 0, "maximum": 9999},
+    },
+    "required": ["name", "tags", "size"],
+}
+TOKENIZER = Tokenizer.from_folder(local_folder("tiny"))
+_serial = itertools.count()
+
+
+def submit(engine: LocalEngine, prompt: str, max_tokens: int = 200, **asked) -> int:
+    sampling = SamplingParams(**({"temperature": 0.0} | asked.pop("sampling", {})))
+    guided = GuidedDecodingParams(**asked) if asked else None
+    grammar = None
+    if guided is not None:
+        text = output_grammar(TOKENIZER, AnswerStart(), guided)
+        grammar = Grammar(text=text, min_tokens=sampling.min_tokens)
+    rid = request_id(2, next(_serial))
+    request = Request(
+        id=rid,
+        prompt_ids=tuple(TOKENIZER.encode(prompt)),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        stop_ids=TOKENIZER.eos_ids,
+        late_inputs=grammar is not None,
+        grammar=grammar,
+    )
+    engine.inbox.append(Submit(requests=(request,)))
+    return rid
+
+
+def text_of(engine: LocalEngine, rid: int) -> str:
+    return TOKENIZER.decode(engine.tokens(rid))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["depth 1", "depth 2"])
+def engine(request) -> LocalEngine:
+    return LocalEngine("tiny", disable_overlap_scheduler=request.param, max_batch_size=8)
+
+
+def test_rows_with_and_without_a_grammar_share_steps(engine):
+    plain_alone = submit(engine, "Once there was a", max_tokens=30)
+    engine.run()
+    plain = submit(engine, "Once there was a", max_tokens=30)
+    guided = [submit(engine, f"Tell me {i}", json=SCHEMA) for i in range(3)]
+    drawn = submit(engine, "Say", regex="[xyz]{8}", sampling={"temperature": 1.0, "top_p": 0.8})
+    engine.run()
+    assert engine.tokens(plain) == engine.tokens(plain_alone)
+    for rid in guided:
+        jsonschema.validate(json.loads(text_of(engine, rid)), SCHEMA)
+        assert engine.deltas[rid][-1].finish is FinishReason.STOP
+    assert re.fullmatch("[xyz]{8}", text_of(engine, drawn))
+    assert engine.engine.grammars.num_matchers == 0
+
+
+def test_an_aborted_request_leaves_no_matcher(engine):
+    rids = [submit(engine, "Say", max_tokens=300, regex="(ab|cd)*e") for _ in range(3)]
+    while sum(bool(engine.tokens(rid)) for rid in rids) < 3:
+        engine.turn()
+    assert engine.engine.grammars.num_matchers == 3
+    engine.abort(*rids)
+    engine.run()
+    assert engine.engine.grammars.num_matchers == 0
+    assert all(engine.deltas[rid][-1].finish is FinishReason.ABORT for rid in rids)
+
+
+def test_a_grammar_that_does_not_compile_fails_its_request_alone(engine):
+    other = submit(engine, "Say", regex="ok")
+    good = engine.inbox.pop()
+    bad = Request(
+        id=request_id(2, next(_serial)),
+        prompt_ids=(5,),
+        sampling=SamplingParams(),
+        max_tokens=5,
+        late_inputs=True,
+        grammar=Grammar(text="start: @nowhere"),
+    )
+    engine.inbox += [Submit(requests=(bad,)), good]
+    engine.run()
+    [end] = engine.deltas[bad.id]
+    assert end.finish is FinishReason.ERROR and "nowhere" in end.error
+    assert text_of(engine, other) == "ok"
+
+
+def test_preempted_requests_go_on_where_their_grammar_was():
+    settings_ = {"max_batch_size": 4, "disable_overlap_scheduler": False}
+    roomy = LocalEngine("tiny", **settings_)
+    tight = LocalEngine(
+        "tiny",
+        **settings_,
+        scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        kv_cache_config={"max_tokens": 192, "tokens_per_block": 16, "enable_block_reuse": False},
+    )
+    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 9, "maxItems": 9}
+    outputs = []
+    for engine in (roomy, tight):
+        rids = [
+            submit(engine, f"Number {i} is here", max_tokens=160, json=schema) for i in range(4)
+        ]
+        engine.run()
+        outputs.append([engine.tokens(rid) for rid in rids])
+        for rid in rids:
+            jsonschema.validate(json.loads(text_of(engine, rid)), schema)
+        assert engine.engine.grammars.num_matchers == 0
+    assert tight.counters.preemptions > 0 == roomy.counters.preemptions
+    assert outputs[0] == outputs[1]
+
+
+def test_the_end_comes_only_where_the_grammar_allows_it(engine):
+    [eos] = TOKENIZER.eos_ids
+    wants_end = {"logit_bias": {eos: 100.0}, "temperature": 0.0}
+    rid = submit(engine, "Say", regex="(ab){3}(cd)?", sampling=wants_end)
+    engine.run()
+    assert text_of(engine, rid) == "ababab"
+
+
+_NAMES = st.sampled_from(["a", "name", "größe", 'quo"te', "x y"])
+
+
+def _schemas(inner):
+    objects = st.builds(
+        lambda properties, num, more: {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties)[:num],
+            "additionalProperties": more,
+            **({"maxProperties": len(properties)} if more else {}),
+        },
+        st.dictionaries(_NAMES, inner, min_size=1, max_size=3),
+        st.integers(0, 3),
+        st.just(False),
+    )
+    arrays = st.builds(
+        lambda items, few, more: {
+            "type": "array", "items": items, "minItems": few, "maxItems": few + more
+        },
+        inner, st.integers(0, 2), st.integers(0, 2),
+    )  # fmt: skip
+    choices = st.lists(inner, min_size=1, max_size=3).map(lambda several: {"anyOf": several})
+    return objects | arrays | choices
+
+
+_LEAVES = (
+    st.builds(
+        lambda few, more: {"type": "string", "minLength": few, "maxLength": few + more},
+        st.integers(0, 3),
+        st.integers(0, 5),
+    )
+    | st.builds(
+        lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
+        st.integers(-200, 200),
+        st.integers(0, 5000),
+    )
+    | st.sampled_from(
+        [
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": ["boolean", "null"]},
+            {"const": {"k": [1, None, "ü"]}},
+            {"enum": ["red", 7, None, 2.5, "\n"]},
+            {"type": "string", "pattern": "^[A-Z][a-z]{1,4}$"},
+            {"type": "string", "format": "date"},
+            {"type": "string", "format": "uuid"},
+            {"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.5},
+        ]
+    )
+)
+SCHEMAS = st.recursive(_LEAVES, _schemas, max_leaves=6)
+
+
+@given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4))
+@settings(
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_outputs_of_any_schema_are_valid(engine, schemas):
+    hot = {"temperature": 1.5, "seed": 1}
+    rids = [
+        submit(engine, "{", max_tokens=400, json=schema, sampling=hot if i % 2 else {})
+        for i, schema in enumerate(schemas)
+    ]
+    engine.run()
+    for rid, schema in zip(rids, schemas, strict=True):
+        assert engine.deltas[rid][-1].finish is FinishReason.STOP, (schema, text_of(engine, rid))
+        jsonschema.validate(
+            json.loads(text_of(engine, rid)), schema, format_checker=jsonschema.FormatChecker()
+        )
+
+
+def test_two_ranks_write_what_one_does(engine):
+    if engine.engine.config.depth == 2:
+        pytest.skip("once is enough")
+    asked = ({"json": SCHEMA}, {"regex": "[a-f]{9}"}, {"choice": ["left", "right"]})
+    rids = [submit(engine, "Tell me", **one) for one in asked]
+    engine.run()
+    params = [
+        SamplingParams(max_tokens=200, temperature=0, guided_decoding=GuidedDecodingParams(**one))
+        for one in asked
+    ]
+    with LLM("tiny", tensor_parallel_size=2, device="cpu", num_threads=1) as llm:
+        outputs = llm.generate(["Tell me"] * 3, params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts == [text_of(engine, rid) for rid in rids]
+    jsonschema.validate(json.loads(texts[0]), SCHEMA)
+    assert re.fullmatch("[a-f]{9}", texts[1]) and texts[2] in ("left", "right")
