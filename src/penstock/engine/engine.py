@@ -6,8 +6,6 @@ This package is the only one that knows both `core` and `runtime`.
 import time
 from dataclasses import asdict, replace
 
-import llguidance
-
 from penstock import log
 from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
@@ -20,8 +18,6 @@ from penstock.engine.cache_groups import cache_group
 from penstock.engine.grammars import Grammars
 from penstock.engine.iteration import describe_step
 from penstock.engine.mailbox import Mailbox
-from penstock.errors import ConfigError
-from penstock.frontend.tokenizer_folder import tokenizer_folder
 from penstock.hub.folder import local_folder
 from penstock.hub.generation_config import sampling_defaults
 from penstock.ipc.messages import Deltas, EngineInfo, Fatal
@@ -37,11 +33,7 @@ from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.rank import LoadedRank, finish_rank, load_rank
 from penstock.runtime.ranks import RankGroup
 from penstock.runtime.timeline import Timeline
-from penstock.text.grammars.library import make_vocabulary
-from penstock.text.harmony import end_ids
-from penstock.text.tokenizer import Tokenizer
 from penstock.types.cache_spec import CacheSize
-from penstock.types.model_spec import ModelSpec
 from penstock.types.request import client_of
 from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
@@ -105,7 +97,7 @@ class Engine:
         groups = [cache_group(group, num, config) for group, num in sizes]
         self.scheduler = Scheduler(config, [KVManager(groups, cache.num_host_blocks)], counters)
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
-        self.grammars = Grammars(lambda: _vocabulary(asked, self.spec), self.spec.vocab_size)
+        self.grammars = Grammars(asked, self.spec)
         self.scheduler.add_gate(self.grammars)
         self.scheduler.add_follower(self.grammars)
 
@@ -185,16 +177,6 @@ class Engine:
             self._mailbox.send(client_of(delta.request_id), Deltas(deltas=(delta,)))
         self.grammars.close()
         self._mailbox.broadcast(Fatal(message=message))
-
-
-def _vocabulary(config: EngineConfig, spec: ModelSpec) -> llguidance.LLTokenizer:
-    """Of the tokenizer's files; prompts are tokenized elsewhere."""
-    folder = tokenizer_folder(config)
-    if folder is None:
-        raise ConfigError("this engine runs without a tokenizer")
-    tokenizer = Tokenizer.from_folder(folder)
-    ends = {*spec.eos_token_ids, *tokenizer.eos_ids, *end_ids(tokenizer)}
-    return make_vocabulary(tokenizer, spec.vocab_size, sorted(ends))
 
 
 def _limited(config: RunConfig, cache: CacheSize) -> RunConfig:

@@ -11,16 +11,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from importlib import import_module
 from threading import Lock
+from typing import TYPE_CHECKING, Any
 
-import llguidance
 import numpy as np
 
 from penstock import log
+from penstock.config.schema import EngineConfig
 from penstock.errors import RequestError
-from penstock.text.grammars.library import LIMITS
+from penstock.types.model_spec import ModelSpec
 from penstock.types.request import Request
 from penstock.types.step import Int32s, LateInputs, StepPlan
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _MAX_COMPILED = 256  # grammars kept, those used last
 _MAX_COMPILED_CHARS = 1 << 24  # of their texts together
@@ -31,12 +36,15 @@ _NOTHING = LateInputs()
 _log = log.get(__name__)
 
 
+def _library() -> Any:
+    """Loaded with the first grammar: with tokenizers it takes a tenth of a second."""
+    return import_module("penstock.engine.vocabulary")
+
+
 class _Running:
     """One request's matcher, at its last committed token."""
 
-    def __init__(
-        self, request: Request, matcher: llguidance.LLMatcher, eos_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, request: Request, matcher: "LLMatcher", eos_ids: Sequence[int]) -> None:
         assert request.grammar is not None
         self.matcher = matcher
         self.num_tokens = 0
@@ -67,22 +75,21 @@ def _clear(words_W: Int32s, token_ids: Sequence[int]) -> None:
 
 
 class Grammars:
-    """`load_vocabulary` is called once, in a thread, when the first grammar comes."""
+    """The vocabulary is loaded once, in a thread, when the first grammar comes."""
 
     def __init__(
-        self,
-        load_vocabulary: Callable[[], llguidance.LLTokenizer],
-        vocab_size: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: EngineConfig, spec: ModelSpec, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._load_vocabulary = load_vocabulary
-        self._num_words = -(-vocab_size // 32)
+        self._config = config
+        self._spec = spec
+        self._num_words = -(-spec.vocab_size // 32)
         self._clock = clock
         self._pool = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
         self._loading = Lock()
-        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._num_chars = 0
-        self._deadlines: dict[int, float] = {}  # of requests that wait for their grammar
+        # By request id: its grammar, wherever the others have pushed it, and until when it waits.
+        self._waiting: dict[int, tuple[Future[LLMatcher], float]] = {}
         self._running: dict[int, _Running] = {}  # by request id, once its grammar is compiled
         self._by_row: dict[tuple[int, int], int] = {}  # (data-parallel rank, row) -> request id
 
@@ -95,9 +102,11 @@ class Grammars:
     def ready(self, request: Request) -> bool:
         if request.grammar is None or request.id in self._running:
             return True
-        compiling = self._compile(request.grammar.text)
+        if request.id not in self._waiting:
+            compiling = self._compile(request.grammar.text)
+            self._waiting[request.id] = compiling, self._clock() + _COMPILE_TIMEOUT_S
+        compiling, deadline = self._waiting[request.id]
         if not compiling.done():
-            deadline = self._deadlines.setdefault(request.id, self._clock() + _COMPILE_TIMEOUT_S)
             if self._clock() > deadline:
                 raise RequestError(
                     "invalid_value",
@@ -108,10 +117,11 @@ class Grammars:
             matcher = compiling.result().deep_copy()
         except Exception as error:
             raise RequestError("invalid_value", f"the grammar cannot be used: {error}") from error
+        del self._waiting[request.id]
         self._running[request.id] = _Running(request, matcher, self._vocabulary.eos_tokens)
         return True
 
-    def _compile(self, text: str) -> "Future[llguidance.LLMatcher]":
+    def _compile(self, text: str) -> "Future[LLMatcher]":
         found = self._compiled.get(text)
         if found is None:
             found = self._compiled[text] = self._pool.submit(self._make_matcher, text)
@@ -127,18 +137,15 @@ class Grammars:
             text, _ = self._compiled.popitem(last=False)
             self._num_chars -= len(text)
 
-    def _make_matcher(self, text: str) -> llguidance.LLMatcher:
+    def _make_matcher(self, text: str) -> "LLMatcher":
         with self._loading:
             vocabulary = self._vocabulary
-        matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        return matcher
+        return _library().make_matcher(vocabulary, text)
 
     @cached_property
-    def _vocabulary(self) -> llguidance.LLTokenizer:
+    def _vocabulary(self) -> "LLTokenizer":
         started = self._clock()
-        vocabulary = self._load_vocabulary()
+        vocabulary = _library().load_vocabulary(self._config, self._spec)
         _log.info("vocabulary for grammars loaded in %.1f s", self._clock() - started)
         return vocabulary
 
@@ -157,7 +164,7 @@ class Grammars:
 
     def on_close(self, request: Request) -> None:
         self._running.pop(request.id, None)
-        self._deadlines.pop(request.id, None)
+        self._waiting.pop(request.id, None)
 
     # Late inputs
 
@@ -207,9 +214,9 @@ class Grammars:
         return masks_NW
 
     @cached_property
-    def _executor(self) -> llguidance.LLExecutor | None:
-        num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2)
-        return llguidance.LLExecutor(num_threads) if num_threads > 1 else None
+    def _executor(self) -> "LLExecutor | None":
+        num_threads = min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2)
+        return _library().make_executor(num_threads) if num_threads > 1 else None
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

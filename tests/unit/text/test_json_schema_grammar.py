@@ -1,4 +1,4 @@
-"""JSON Schemas as grammars: what they allow, by jsonschema's verdict; what is refused, and where."""
+"""JSON Schemas as grammars: what they allow, by jsonschema's verdict; what is refused, where."""
 
 import json
 
@@ -120,15 +120,16 @@ def test_what_is_no_schema_or_too_large_is_refused(text):
         schema_grammar(text, "response_format")
 
 
+_KEYWORDS = (
+    *("type", "properties", "items", "required", "allOf", "anyOf", "$ref", "format", "enum"),
+    *("const", "minProperties", "additionalProperties", "pattern", "$defs"),
+)
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                "type properties items required allOf anyOf $ref format enum const minProperties "
-                "additionalProperties pattern $defs".split()
-            ),
+            st.sampled_from(_KEYWORDS),
             inner,
             max_size=4,
         )

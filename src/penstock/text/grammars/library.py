@@ -5,10 +5,12 @@ Only this module and `engine/grammars` call it. It knows no torch, so the API se
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import llguidance
 
-from penstock.text.tokenizer import Tokenizer
+if TYPE_CHECKING:  # the engine reads the limits, and no tokenizer before it needs one
+    from penstock.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of the grammar as it is sent: schema, regular expression, tools
 # Fuel bounds the time of what a user brings: about 40 ms to build a grammar, 15 ms for the worst
@@ -31,7 +33,7 @@ fault_of = lru_cache(maxsize=64)(find_fault)  # the same grammars come again and
 class _Vocabulary:
     """A tokenizer as the library wants it."""
 
-    def __init__(self, tokenizer: Tokenizer, size: int, eos_id: int) -> None:
+    def __init__(self, tokenizer: "Tokenizer", size: int, eos_id: int) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = eos_id
         self.bos_token_id = tokenizer.bos_id
@@ -47,7 +49,7 @@ class _Vocabulary:
 
 
 def make_vocabulary(
-    tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]
+    tokenizer: "Tokenizer", size: int, eos_ids: Sequence[int]
 ) -> llguidance.LLTokenizer:
     """`size`: tokens of the model. Where a grammar may end, each of `eos_ids` may come.
 
