@@ -26,8 +26,11 @@ def load_vocabulary(config: EngineConfig, spec: ModelSpec) -> llguidance.LLToken
 def make_matcher(vocabulary: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     """Compile a grammar; other threads run meanwhile."""
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
-    if matcher.is_error():
-        raise ValueError(matcher.get_error())
+    tried = matcher.deep_copy()
+    if not matcher.is_error():
+        tried.compute_bitmask()  # one that is too wide for a mask is found out here
+    if tried.is_error():
+        raise ValueError(tried.get_error())
     return matcher
 
 

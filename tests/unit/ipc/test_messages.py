@@ -3,9 +3,22 @@
 import msgspec
 import numpy as np
 
-from penstock.ipc.messages import EngineInfo, Forward, Ready, ToClient, ToRank, decoder, encode
+from penstock.ipc.messages import (
+    EngineInfo,
+    Forward,
+    Ready,
+    Sample,
+    Submit,
+    ToClient,
+    ToEngine,
+    ToRank,
+    decoder,
+    encode,
+)
+from penstock.types.request import Grammar, Request
+from penstock.types.sampling import SamplingParams
 from penstock.types.setting_choice import SettingChoice
-from penstock.types.step import BlockGrowth, CopyBlock, StepPlan, SwapIn, SwapOut
+from penstock.types.step import BlockGrowth, CopyBlock, LateInputs, StepPlan, SwapIn, SwapOut
 
 
 def test_choices_of_settings_arrive_as_such():
@@ -32,3 +45,20 @@ def test_cache_operations_arrive_in_order_and_as_what_they_are():
     )  # fmt: skip
     arrived = decoder(ToRank).decode(encode(Forward(plan=plan)))
     assert arrived.plan.step_id == 3 and arrived.plan.cache_ops == ops
+
+
+def test_late_inputs_and_grammars_arrive_as_they_were():
+    bitmasks = np.array([[-1, 5], [2**31 - 1, -(2**31)]], np.int32)
+    late = LateInputs(positions=np.array([0, 7], np.int32), bitmasks=bitmasks)
+    arrived = decoder(ToRank).decode(encode(Sample(step_id=3, late=late)))
+    assert arrived.step_id == 3 and arrived.late.positions.tolist() == [0, 7]
+    assert arrived.late.bitmasks.dtype == np.int32
+    assert np.array_equal(arrived.late.bitmasks, bitmasks)
+    none = decoder(ToRank).decode(encode(Sample(step_id=4, late=LateInputs())))
+    assert none.late.positions.shape == (0,) and none.late.bitmasks.size == 0
+    grammar = Grammar(text="start: /ü/", min_tokens=3)
+    request = Request(
+        id=1, prompt_ids=(1,), sampling=SamplingParams(), max_tokens=2, grammar=grammar
+    )
+    [arrived] = decoder(ToEngine).decode(encode(Submit(requests=(request,)))).requests
+    assert arrived.grammar == grammar

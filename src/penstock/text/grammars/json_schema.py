@@ -13,6 +13,7 @@ from penstock.text.grammars.library import MAX_GRAMMAR_CHARS, fault_of, find_fau
 
 ANY_OBJECT = '{"type": "object"}'
 _MAX_DEPTH = 64
+_MAX_PROPERTIES = 1024  # of one object; the time to compile them grows with the square
 _MAX_SEARCH_S = 0.25  # for the part that is at fault
 # Between tokens of JSON: nothing, a blank, or a new line and its indentation. Bounded, for a model
 # that likes blanks would write nothing else.
@@ -77,6 +78,14 @@ def _without_notes(schema: Any, param: str, depth: int = 0) -> Any:
     if depth > _MAX_DEPTH:
         raise RequestError(
             "invalid_value", f"{param}: the schema is nested more than {_MAX_DEPTH} deep", param
+        )
+    named = schema.get("properties")
+    if isinstance(named, dict) and len(named) > _MAX_PROPERTIES:
+        raise RequestError(
+            "invalid_value",
+            f"{param}: an object has {len(named)} properties, at most {_MAX_PROPERTIES} are "
+            "compiled; make it smaller",
+            param,
         )
     kept = _mapped(schema, lambda one: _without_notes(one, param, depth + 1))
     if isinstance(name := schema.get("format"), str) and name not in _FORMATS:

@@ -13,10 +13,12 @@ if TYPE_CHECKING:  # the engine reads the limits, and no tokenizer before it nee
     from penstock.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of the grammar as it is sent: schema, regular expression, tools
-# Fuel bounds the time of what a user brings: about 40 ms to build a grammar, 15 ms for the worst
-# token. A state takes 1 to 2 KB.
+# Fuel and sizes bound the time of what a user brings. A state of the lexer takes 1 to 2 KB.
 LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=2_000_000, max_lexer_states=50_000, verbose_errors=False
+    max_grammar_size=50_000,
+    initial_lexer_fuel=2_000_000,
+    max_lexer_states=50_000,
+    verbose_errors=False,
 )
 
 
