@@ -25,6 +25,7 @@ TOOLS = (
             "parameters": {
                 "type": "object",
                 "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "additionalProperties": True,
             },
         },
     },
