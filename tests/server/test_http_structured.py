@@ -203,6 +203,31 @@ def test_langchain(server):
     assert [call["name"] for call in bound.tool_calls] == ["get_weather"]
 
 
+def test_the_other_apis_go_the_same_way(server, client):
+    asked = {"model": "tiny", "max_output_tokens": 400, "temperature": 0}
+    reply = client.responses.parse(**asked, input="Tell me about Athens.", text_format=Place)
+    assert isinstance(reply.output_parsed, Place)
+    anthropic = pytest.importorskip("anthropic")
+    other = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    function = WEATHER["function"]
+    tool = {
+        "name": function["name"],
+        "description": function["description"],
+        "input_schema": function["parameters"],
+    }
+    reply = other.messages.create(
+        model="tiny",
+        max_tokens=400,
+        extra_body={"temperature": 0},
+        messages=ASK["messages"],
+        tools=[tool],
+        tool_choice={"type": "any"},
+    )
+    assert reply.stop_reason == "tool_use"
+    for call in reply.content:
+        jsonschema.validate(call.input, function["parameters"])
+
+
 @pytest.mark.parametrize(
     ("asked", "param", "said"),
     [
