@@ -75,6 +75,26 @@ def test_rows_with_and_without_a_grammar_share_steps(engine):
     assert engine.engine.grammars.num_matchers == 0
 
 
+def test_rows_beside_it_may_have_drafts():
+    """Their further rows of logits move the places of masks."""
+    asked = {"sampling": {"logit_bias": {TOKENIZER.encode("a")[-1]: 100.0}}}  # repeats itself
+
+    def outputs(**settings) -> list[list[int]]:
+        engine = LocalEngine("tiny", max_batch_size=8, **settings)
+        rids = []
+        for i in range(3):
+            rids.append(submit(engine, f"Say {i}", max_tokens=24, **asked))
+            rids.append(submit(engine, f"Tell me {i}", json=SCHEMA))
+        engine.run()
+        assert bool(engine.counters.accepted_tokens) == bool(settings)
+        for rid in rids[1::2]:
+            jsonschema.validate(json.loads(text_of(engine, rid)), SCHEMA)
+        return [engine.tokens(rid) for rid in rids]
+
+    ngram = {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}
+    assert outputs(speculative_config=ngram) == outputs()
+
+
 def test_an_aborted_request_leaves_no_matcher(engine):
     rids = [submit(engine, "Say", max_tokens=300, regex="(ab|cd){300}e") for _ in range(3)]
     while sum(bool(engine.tokens(rid)) for rid in rids) < 3:

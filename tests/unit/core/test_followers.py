@@ -29,15 +29,10 @@ class Noting:
         self.closed[request.id] += 1
 
 
-@pytest.mark.parametrize("tokens_per_decode", [1, 3])
+@pytest.mark.parametrize("drafts", [None, lambda text: (2, len(text) % 3)], ids=["", "drafted"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_commits_add_up_to_the_output_through_preemptions(depth, tokens_per_decode):
-    engine = Engine(
-        depth=depth,
-        num_blocks=13,
-        tokens_per_decode=tokens_per_decode,
-        accept=lambda text: 1 + len(text) % tokens_per_decode,
-    )
+def test_commits_add_up_to_the_output_through_preemptions(depth, drafts):
+    engine = Engine(depth=depth, num_blocks=13, drafts=drafts)
     noting = Noting()
     engine.scheduler.add_follower(noting)
     prompts = [tuple(range(i, i + 7)) for i in range(5)]
@@ -48,7 +43,7 @@ def test_commits_add_up_to_the_output_through_preemptions(depth, tokens_per_deco
     for rid, prompt in zip(ids, prompts, strict=True):
         assert noting.tokens[rid] == engine.tokens[rid] == oracle(prompt, 14)
     assert noting.closed == dict.fromkeys(ids, 1) and other not in noting.tokens
-    assert max(noting.sizes) == tokens_per_decode
+    assert noting.sizes == {1}  # for a request with late inputs nothing is drafted
 
 
 def test_aborted_requests_are_closed_wherever_they_are():
