@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config.schema import EngineConfig
 from penstock.ipc.address import address
+from penstock.ipc.process import Child
 from penstock.server.api_servers import FAILED, MODULE, choose_num_api_servers
 from penstock.server.shared_state import SharedState
 from penstock.server.tenants import Access
@@ -297,13 +299,17 @@ def test_a_front_end_asked_to_leave_takes_neither_the_port_nor_the_key_with_it(s
     assert first.is_running()
 
 
-def test_a_signal_lets_every_front_end_finish_and_leaves_no_process(start):
+@pytest.mark.parametrize("whom", ["the first process", "all of them"])
+def test_a_signal_lets_every_front_end_finish_and_leaves_no_process(start, whom):
+    """Slurm and systemd signal all processes of a service."""
     server = start(rate=100, num_postprocess_workers=3)
     streams = []
     for one in server.api_servers():
         with server.only(one):
             streams.append(server.stream(40))
-    server.process.send_signal(signal.SIGTERM)
+    others = server.all[0].children(recursive=True) if whom == "all of them" else []
+    for process in (server.all[0], *others):
+        process.send_signal(signal.SIGTERM)
     for stream in streams:
         assert stream.events()[-1]["usage"]["completion_tokens"] == 40
     assert server.process.wait(60) == 0
@@ -311,13 +317,14 @@ def test_a_signal_lets_every_front_end_finish_and_leaves_no_process(start):
     assert "Traceback" not in server.log
 
 
-def test_one_that_cannot_start_says_why(tmp_path):
-    """It has the first one's stderr, so that the reason is in the log that an operator reads."""
+def test_one_that_cannot_start_says_why_in_the_log_of_the_first(tmp_path, caplog):
     model = tmp_path / "model"
     model.mkdir()
     (model / "tokenizer.json").write_text("{}")
     config = EngineConfig(model=str(model))
     shared = SharedState.create(str(tmp_path / "shared"), 2)
+    codes, ended = [], threading.Event()
+    caplog.set_level("INFO", "penstock")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         task = {
@@ -326,23 +333,17 @@ def test_one_that_cannot_start_says_why(tmp_path):
             "shared_state": shared.path, "num_api_servers": 2, "reason": "",
             "listener": listener.fileno(), "index": 1, "client_id": 2,
         }  # fmt: skip
-        child = subprocess.Popen(
-            [sys.executable, "-m", "penstock.ipc.child", MODULE],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        child = Child(
+            MODULE, task, "API server 1", lambda code: (codes.append(code), ended.set()),
             pass_fds=(listener.fileno(),),
-        )
-        assert child.stdin is not None and child.stderr is not None
-        child.stdin.write(json.dumps(task) + "\n")
-        child.stdin.flush()  # and stays open: else it would leave, with code 0
+        )  # fmt: skip
         try:
-            assert child.wait(60) == FAILED
+            assert ended.wait(60) and codes == [FAILED]
         finally:
             child.kill()
-        said = child.stderr.read()
-        child.stdin.close()
-    assert "API server 1 cannot start: " in said and str(model) in said
+    [line] = [record.getMessage() for record in caplog.records if "API server 1" in record.message]
+    assert line.startswith("API server 1 ended by itself with code 1: it cannot start: ")
+    assert str(model) in line
 
 
 def test_the_deadline_and_a_second_signal_reach_every_api_server(start):
@@ -367,7 +368,7 @@ def test_the_deadline_and_a_second_signal_reach_every_api_server(start):
         assert time.monotonic() - began < 120  # of 600
         assert not [process for process in server.all[1:] if process.is_running()]
         assert server.log.count("requests still run and are ended now") == 1
-        assert "Traceback" not in server.log and "insisting" not in server.log
+        assert "Traceback" not in server.log and "it is killed" not in server.log
 
 
 def test_a_killed_engine_ends_the_requests_of_all_and_the_server(start):

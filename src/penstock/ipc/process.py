@@ -27,6 +27,7 @@ from penstock.errors import ConfigError
 # they take the core from the one they wait for: with two cores and a load of 10 the built-in model
 # then took 500 ms a token instead of 8 (2026-11-15).
 _DEFAULT_ENV = {"OMP_WAIT_POLICY": "passive"}
+_MAX_REASON_BYTES = 4096  # less than a pipe holds
 _MIN_FILES = 64  # what a process opens at its start is some 30; each connection is one more
 _log = log.get(__name__)
 
@@ -50,7 +51,10 @@ def own_gpus(index: int, count: int) -> dict[str, str]:
 
 
 class Child:
-    """One `python -m module`, by `child`. `on_exit(code)`: in a thread, when it ends by itself."""
+    """One `python -m module`, by `child`. `on_exit(code)`: in a thread, when it ends by itself.
+
+    Why it did so, an exception or the text given to `sys.exit`, comes through a pipe into our log.
+    """
 
     def __init__(
         self,
@@ -64,15 +68,17 @@ class Child:
         self.name = name
         self._stopping = False
         self._on_exit = on_exit
+        self._reason_fd, reason_fd = os.pipe()
         # A session of its own: Ctrl+C reaches the parent alone, which then stops its children in
         # order.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.ipc.child", module],
+            [sys.executable, "-m", "penstock.ipc.child", str(reason_fd), module],
             stdin=subprocess.PIPE,
             env={**_DEFAULT_ENV, **os.environ, **env},
             start_new_session=True,
-            pass_fds=pass_fds,
+            pass_fds=(*pass_fds, reason_fd),
         )
+        os.close(reason_fd)
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(task) + b"\n")
         self._process.stdin.flush()
@@ -89,10 +95,17 @@ class Child:
 
     def _watch(self) -> None:
         code = self._process.wait()
+        os.set_blocking(self._reason_fd, False)  # a process that it has left behind may hold it
+        try:
+            reason = os.read(self._reason_fd, _MAX_REASON_BYTES).decode(errors="replace")
+        except BlockingIOError:
+            reason = ""
+        os.close(self._reason_fd)
         if not self._stopping:
             # With 0 it left because we are leaving.
             level = logging.ERROR if code else logging.DEBUG
-            _log.log(level, "%s ended by itself with code %d", self.name, code)
+            said = f": {reason}" if reason else ""
+            _log.log(level, "%s ended by itself with code %d%s", self.name, code, said)
             self._on_exit(code)
 
     def ask_to_leave(self) -> None:
@@ -114,16 +127,14 @@ class Child:
         self._process.kill()
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Ask it to leave, wait, then terminate, then kill."""
+        """Ask it to leave, wait, then kill."""
         self.ask_to_leave()
-        for signal_child in (self._process.terminate, self._process.kill):
-            try:
-                self._process.wait(grace_s)
-                return
-            except subprocess.TimeoutExpired:
-                _log.warning("%s does not stop, insisting", self.name)
-                signal_child()
-        self._process.wait()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            _log.warning("%s does not stop, it is killed", self.name)
+            self._process.kill()
+            self._process.wait()
 
 
 class ForkedWorkers:

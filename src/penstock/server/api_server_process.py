@@ -36,7 +36,8 @@ _LATE_S = 10.0
 _log = log.get(__name__)
 
 
-async def run(task: dict[str, Any]) -> int:
+async def run(task: dict[str, Any]) -> int | str:
+    """The exit code, or why it cannot start."""
     config = EngineConfig.model_validate(task["config"])
     access = Access.from_task(task["access"])
     log.setup(f"http {task['index']}", config.log_level)
@@ -56,9 +57,9 @@ async def run(task: dict[str, Any]) -> int:
         _log.debug("%s", error)  # the engine has told the first API server the same
         return FAILED
     except Exception as error:
-        bug = None if isinstance(error, PenstockError) else error
-        _log.error("API server %d cannot start: %s", task["index"], error, exc_info=bug)
-        return FAILED
+        if not isinstance(error, PenstockError):
+            _log.error("a bug in Penstock", exc_info=error)
+        return f"it cannot start: {error}"
     drain = Drain()
     choice = setting_choice(task["num_api_servers"], task["reason"])
     app = build_app(pipeline, config, shared, [choice], drain, access)

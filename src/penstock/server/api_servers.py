@@ -113,7 +113,7 @@ class ApiServerProcesses:
             except ChannelFull as error:  # an engine that hangs is somebody else's to notice
                 _log.warning("%s", error)
         if code == FAILED:
-            _log.error("API server %d failed, as its log line says; stopping", index)
+            _log.error("API server %d would fail again; stopping", index)
             self._on_failure()
             return
         _log.warning("API server %d is started again", index)

@@ -1,4 +1,4 @@
-"""What a child process finds in its environment, and when Python looks for garbage in it."""
+"""What a child process finds in its environment, what it ignores, and how it says why it ended."""
 
 import threading
 
@@ -40,4 +40,50 @@ def test_garbage_is_looked_for_once_a_child_has_imported_what_it_needs(tmp_path,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     codes, ended = [], threading.Event()
     Child("says_when", {"code": 5}, "child", lambda code: (codes.append(code), ended.set()))
+    assert ended.wait(30) and codes == [5]
+
+
+ENDS = """
+import sys
+from penstock.ipc.process import read_task
+match read_task():
+    case {"says": text}: sys.exit(text)
+    case {"raises": text}: raise ValueError(text)
+    case _: sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "line"),
+    [
+        ({"says": "no room"}, "child ended by itself with code 1: no room"),
+        ({"says": "x" * 9000}, "child ended by itself with code 1: " + "x" * 1000),
+        ({"raises": "no sense"}, "child ended by itself with code 1: ValueError: no sense"),
+        ({}, "child ended by itself with code 3"),
+    ],
+)
+def test_why_a_child_ended_is_in_the_log_of_its_parent(tmp_path, monkeypatch, caplog, task, line):
+    (tmp_path / "ends.py").write_text(ENDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = threading.Event()
+    Child("ends", task, "child", lambda code: ended.set())
+    assert ended.wait(30)
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+SIGNALED = """
+import os, signal, sys
+from penstock.ipc.process import read_task
+read_task()
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    os.kill(os.getpid(), number)
+sys.exit(5)
+"""
+
+
+def test_signals_that_end_a_server_do_not_end_its_children(tmp_path, monkeypatch):
+    (tmp_path / "signaled.py").write_text(SIGNALED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    codes, ended = [], threading.Event()
+    Child("signaled", {}, "child", lambda code: (codes.append(code), ended.set()))
     assert ended.wait(30) and codes == [5]
