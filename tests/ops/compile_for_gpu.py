@@ -1,13 +1,18 @@
 """Compiles what the kernels' wrappers would launch, for a GPU this machine need not have.
 
 The interpreter runs a kernel as Python and so accepts what the compiler refuses. Here the launch is
-replaced by a compilation for sm_90 from the very arguments of the launch.
+replaced by a compilation from the very arguments of the launch, on a machine that claims to have a
+GPU of that architecture: implementations and tile configs are chosen as they are there.
 
-    python compile_for_gpu.py [PART ...]
+    python compile_for_gpu.py [PART ...] [--arch 90] [--most N]
+
+--most: how many variants of a kernel are compiled; which, depends on the architecture, so that all
+of them together have seen many. Without it all are.
 """
 
-import sys
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,11 +33,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from penstock.kernels import device as devices
 from penstock.kernels import pdl
 from penstock.kernels.attention.backend import get_backend
 
-TARGET = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 << 10  # what one program may have on sm_90
+ARCHS = (80, 86, 89, 90, 100, 120)
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 DTYPES = {
     torch.bool: "i1",
@@ -46,12 +51,33 @@ DTYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-compiled: dict[str, Any] = {}
+# Where Triton has E4M3; before it no FP8 reaches a kernel (`config/resolve.py`).
+FP8_ARCH = 89
 
 
-def compile_instead(
-    kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What the compiler would be given."""
+
+    kernel: JITFunction
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+    def compile(self) -> None:
+        make = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = make(self.kernel, self.signature, self.constants, self.attributes)
+        target = GPUTarget("cuda", devices.probe().arch, 32)
+        compiled = triton.compile(source, target=target, options=self.options)
+        shared, most = compiled.metadata.shared, devices.shared_bytes()
+        assert shared <= most, f"{self} takes {shared} bytes of shared memory, there are {most}"
+
+
+variants: dict[str, dict[str, Variant]] = {}  # of each kernel, by what makes them different
+
+
+def record_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     names = kernel.arg_names
     kwargs |= {"ON_GPU": True} if "ON_GPU" in kwargs else {}
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
@@ -73,14 +99,20 @@ def compile_instead(
         is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
         if is_aligned and not parameter.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]
+    if devices.probe().arch < FP8_ARCH and any("fp8" in one for one in signature.values()):
+        return
     options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
-    key = f"{kernel.__name__} {signature} {constants} {attributes} {options}"
-    if key not in compiled:
-        source_type = GluonASTSource if kernel.is_gluon() else ASTSource
-        source = source_type(kernel, signature, constants, attributes)
-        compiled[key] = triton.compile(source, target=TARGET, options=options)
-        shared = compiled[key].metadata.shared
-        assert shared <= SHARED_BYTES, f"{key} takes {shared} bytes of shared memory"
+    variant = Variant(kernel, signature, constants, attributes, options)
+    variants.setdefault(kernel.__name__, {})[str(variant)] = variant
+
+
+def picked(of_kernel: Sequence[Variant], most: int | None, arch: int) -> list[Variant]:
+    """`most` at equal distances, which begin elsewhere for every architecture."""
+    num = len(of_kernel)
+    if most is None or num <= most:
+        return list(of_kernel)
+    begin = ARCHS.index(arch) * num // (len(ARCHS) * most)
+    return [of_kernel[begin + i * num // most] for i in range(most)]
 
 
 def compile_ops(part: str, device: torch.device) -> None:
@@ -91,7 +123,7 @@ def compile_ops(part: str, device: torch.device) -> None:
             continue
         args = case.make(torch.bfloat16, device)
         for impl in case.op.implementations().values():
-            if impl.needs.kind == "cuda" and (impl.fits is None or impl.fits(*args)):
+            if impl.needs.kind == "cuda" and impl.refusal(*args) is None:
                 impl.run(*args)
 
 
@@ -197,23 +229,53 @@ def compile_hopper_weight_only(device: torch.device) -> None:
 
 # What is compiled beside the ops; each part takes about as long.
 PARTS: dict[str, tuple[Callable[[torch.device], None], ...]] = {
-    "attention": (compile_attention, compile_hopper_prefill),
-    "gemm": (compile_hopper_weight_only,),
-    "moe": (compile_hopper_mxfp4,),
+    "attention": (compile_attention,),
+    "gemm": (),
+    "moe": (),
     "recurrent": (),
     "others": (compile_sampling,),
 }
+HOPPER_PARTS = {
+    "attention": compile_hopper_prefill,
+    "gemm": compile_hopper_weight_only,
+    "moe": compile_hopper_mxfp4,
+}
+
+
+def pretend(arch: int) -> None:
+    """This machine says from now on that it has such a GPU."""
+    found = devices._probe_cpu()
+    claimed = replace(found, kind="cuda", name=f"sm_{arch}", arch=arch)
+    devices._probe_cpu = lambda: claimed
+    devices.probe.cache_clear()
 
 
 def main() -> None:
-    JITFunction.run = compile_instead
-    pdl.launch_options = lambda x: {"PDL": True, "launch_pdl": True}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    parser.add_argument("--arch", type=int, default=90, choices=ARCHS)
+    parser.add_argument("--most", type=int)
+    args = parser.parse_args()
+    pretend(args.arch)
+    JITFunction.run = record_instead
+    has_pdl = args.arch >= 90
+    pdl.launch_options = lambda x: {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
     device = torch.device("cpu")
-    for part in sys.argv[1:] or PARTS:
+    for part in args.parts or PARTS:
         compile_ops(part, device)
         for compile_more in PARTS[part]:
             compile_more(device)
-    print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
+        if args.arch == 90 and part in HOPPER_PARTS:
+            HOPPER_PARTS[part](device)
+    chosen: list[Variant] = []
+    for found in variants.values():
+        chosen += picked([*found.values()], args.most, args.arch)
+    for variant in chosen:
+        variant.compile()
+    print(
+        f"compiled {len(chosen)} variants of {len(variants)} kernels for sm_{args.arch} "
+        f"with Triton {triton.__version__}"
+    )
 
 
 if __name__ == "__main__":

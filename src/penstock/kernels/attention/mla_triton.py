@@ -25,6 +25,7 @@ from penstock.kernels.attention.triton_decode import (
     reduce_splits,
     span,
 )
+from penstock.kernels.device import shared_bytes
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
@@ -140,7 +141,7 @@ def decode_config(num_heads: int, element_bytes: int, num_entries: int) -> Decod
         usual = DecodeConfig(heads=16, num_warps=4, tile=16)
     elif num_heads <= 16:
         usual = DecodeConfig(heads=16, num_warps=4)
-    elif num_heads <= 32:
+    elif num_heads <= 32 or shared_bytes() < 112 << 10:  # what 64 take: not sm_86, sm_89, sm_120
         usual = DecodeConfig(heads=32, num_warps=4)
     else:
         usual = DecodeConfig(heads=64, num_warps=8)
@@ -283,7 +284,7 @@ class AttendConfig:
 def attend_config(element_bytes: int) -> AttendConfig:
     if element_bytes > 2:  # no tensor cores in full precision
         return AttendConfig(rows=32, tile=16, num_warps=4, num_stages=2)
-    return AttendConfig()
+    return AttendConfig(num_stages=3 if shared_bytes() >= 120 << 10 else 2)
 
 
 @triton.jit

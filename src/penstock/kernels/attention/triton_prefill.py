@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.triton_decode import LOG2_E, cap_log2, capped_log2
+from penstock.kernels.device import shared_bytes
 from penstock.kernels.hopper import HopperKernels
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
@@ -42,7 +43,9 @@ def prefill_config(
         # No tensor cores in full precision: a larger tile would not fit registers.
         usual = PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2)
     elif head_size > 128:
-        usual = PrefillConfig(tile=32, num_stages=2)
+        # 104 KiB with 128 rows, more than sm_86, sm_89 and sm_120 have.
+        rows = 128 if shared_bytes() >= 104 << 10 else 64
+        usual = PrefillConfig(rows=rows, tile=32, num_stages=2)
     else:
         usual = PrefillConfig()
     return tuned.best(
