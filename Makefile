@@ -13,20 +13,29 @@ TP ?=
 ARGS ?=
 # An image to run in place of .venv, the port on this machine, and the server that bench measures.
 IMAGE ?=
+# podman will do, too.
+DOCKER ?= docker
 PORT ?=
 HOST ?=
 BENCH_TYPE ?=
 # As the recipes print it. Models are kept in the cache of this machine, not in the container.
-DOCKER_RUN = docker run --rm --init --gpus all --ipc host \
+DOCKER_RUN = $(DOCKER) run --rm --init --gpus all --ipc host \
 	--ulimit memlock=-1 --ulimit stack=67108864 \
 	-p $(or $(PORT),8000):8000 -v $(HOME)/.cache:/root/.cache:rw -e HF_TOKEN
+
+# What `docker` builds: its name, and what it hands to deploy/docker/Dockerfile where it is given.
+BUILT = $(or $(IMAGE),tensorrt-llm-serve:latest)
+TARBALL = $(subst :,-,$(notdir $(BUILT))).tar.gz
+BUILD_ARGS := BASE_IMAGE TORCH_INDEX NCCL_VERSION EFA_VERSION AWS_OFI_NCCL GDRCOPY_VERSION
 
 # A variable on the command line that the target does not read is an error, not ignored.
 comma := ,
 READ := PYTHON VENV TORCH_INDEX SHELL \
-	$(if $(filter serve,$(MAKECMDGOALS)),MODEL TP IMAGE PORT) \
+	$(if $(filter docker,$(MAKECMDGOALS)),$(BUILD_ARGS)) \
+	$(if $(filter docker save,$(MAKECMDGOALS)),IMAGE DOCKER) \
+	$(if $(filter serve,$(MAKECMDGOALS)),MODEL TP IMAGE PORT DOCKER) \
 	$(if $(filter bench,$(MAKECMDGOALS)),HOST PORT BENCH_TYPE MODEL IMAGE) \
-	$(if $(filter serve bench bench-engine test test-gpu test-recipes,$(MAKECMDGOALS)),ARGS)
+	$(if $(filter docker serve bench bench-engine test test-gpu test-recipes,$(MAKECMDGOALS)),ARGS)
 UNREAD := $(strip $(foreach v,$(filter-out $(READ),$(.VARIABLES)),$(if $(findstring command line,$(origin $v)),$v)))
 ifneq ($(UNREAD),)
 $(error 'make $(MAKECMDGOALS)' does not read $(UNREAD); it reads $(strip $(filter-out SHELL,$(READ)))$(if $(filter ARGS,$(READ)),$(comma) and other options go into ARGS="--name value"))
@@ -53,6 +62,18 @@ ifeq ($(IMAGE),)
 else
 	$(DOCKER_RUN) $(IMAGE) penstock serve $(MODEL) --host 0.0.0.0 $(if $(TP),--tp_size $(TP)) $(ARGS)
 endif
+
+docker:  ## build the image (IMAGE, default tensorrt-llm-serve:latest) with EFA_VERSION, GDRCOPY_VERSION, ... of the Dockerfile
+	BUILDAH_FORMAT=docker $(DOCKER) build -f deploy/docker/Dockerfile -t $(BUILT) \
+		--build-arg VERSION=$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+		--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+		$(foreach name,$(BUILD_ARGS),$(if $($(name)),--build-arg $(name)=$($(name)))) $(ARGS) .
+
+save: SHELL := bash
+save: .SHELLFLAGS := -o pipefail -ec
+save:  ## write the image as a tarball for other machines: tensorrt-llm-serve-latest.tar.gz
+	$(DOCKER) save $(BUILT) | gzip > $(TARBALL).part
+	mv $(TARBALL).part $(TARBALL)
 
 # A test that fails is tried once more and named in the summary: on a busy machine a time-out may be its own fault.
 test: $(DEV_STAMP)  ## run the whole test suite, on the CPU
@@ -90,4 +111,4 @@ wheel: $(STAMP)  ## build dist/*.whl: a pure wheel, and one with the native CPU 
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	$(BIN)/python tools/platform_wheel.py dist/penstock-*-py3-none-any.whl
 
-.PHONY: help setup serve test check fmt test-gpu test-recipes bench bench-engine docs wheel
+.PHONY: help setup serve docker save test check fmt test-gpu test-recipes bench bench-engine docs wheel

@@ -136,7 +136,7 @@ class Walk:
     def _missing(self, first: str, second: str, text: str) -> tuple[str, str] | None:
         """The verdict on a line that asks for what is not here."""
         if first == "docker":
-            return NEEDS, "a container engine, an image and GPUs"
+            return NEEDS, "a container engine and GPUs"
         if first == "make" and second not in _targets():
             return NOT_THERE, f"make has no target '{second}'"
         if first == "make" and second in ("docker", "save"):
@@ -144,9 +144,9 @@ class Walk:
         if first == "salloc":
             return NEEDS, "Slurm"
         if second == "run.sbatch":
-            return (NEEDS, "Slurm") if (ROOT / second).exists() else (NOT_THERE, "run.sbatch")
+            return NEEDS, "Slurm"
         if second == "bench.sh" and " -i " in text:
-            return NEEDS, "a container engine and the image"
+            return NEEDS, "a container engine"
         if first == "pip":
             return NEEDS, "the network"
         if first == "lm_eval":

@@ -58,6 +58,15 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
+def test_the_manifests_are_valid_for_kubernetes():
+    validate = pytest.importorskip("kubernetes_validate")
+    for manifest in KUBERNETES:
+        validate.validate(manifest, validate.latest_version(), strict=True)
+    broken = one("Deployment") | {"spec": {"template": {}}}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(broken, validate.latest_version(), strict=True)
+
+
 def test_every_metric_of_the_dashboard_is_in_the_exposition(samples):
     queries = [*expressions(), *(item["query"] for item in DASHBOARD["templating"]["list"])]
     names = {name for query in queries for name in METRIC.findall(query)}

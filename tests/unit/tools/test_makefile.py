@@ -1,5 +1,6 @@
 """The Makefile passes on what it is given, and refuses what it would not read."""
 
+import gzip
 import itertools
 import os
 import shutil
@@ -54,7 +55,7 @@ def make(*arguments: str, folder: Path = ROOT, **env: str) -> subprocess.Complet
         (["bench-engine", "ARGS=--quick"], "benchmarks/table.py --quick"),
         (
             ["test", "ARGS=-k config"],
-            "pytest -n 2 --dist loadfile --no-loadscope-reorder -k config",
+            "pytest -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 -rR -k config",
         ),
     ],
 )
@@ -69,7 +70,7 @@ def test_variables_reach_the_command(arguments, command):
     ("target", "variable"),
     [
         *(("serve", "HOST"), ("serve", "BENCH_TYPE"), ("bench", "TP"), ("bench-engine", "HOST")),
-        *(("bench-engine", "MODEL"), ("test", "TP"), ("check", "ARGS")),
+        *(("bench-engine", "MODEL"), ("test", "TP"), ("check", "ARGS"), ("docker", "MODEL")),
     ],
 )
 def test_a_variable_that_the_target_does_not_read_is_an_error(target, variable):
@@ -104,6 +105,36 @@ def test_an_image_is_run_with_the_gpus_the_cache_and_the_port(tmp_path):
             ["penstock", "serve", model, "--host", "0.0.0.0", "--tp_size", "8", *tail]
         )
     assert not (tmp_path / ".venv").exists()
+
+
+def test_an_image_is_built_and_saved(tmp_path):
+    """With a stand-in for podman, which docker may be replaced by."""
+    record = tmp_path / "arguments"
+    stand_in = tmp_path / "podman"
+    stand_in.write_text(f'#!/bin/sh\necho "$@" >> {record}\n[ "$1" != save ] || echo layers\n')
+    stand_in.chmod(0o755)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    flags = ["DOCKER=podman", "EFA_VERSION=1.43.2", "ARGS=--no-cache"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = make("docker", *flags, folder=tmp_path, PATH=path)
+    assert done.returncode == 0, done.stderr
+    built = record.read_text()
+    assert built.startswith("build -f deploy/docker/Dockerfile -t tensorrt-llm-serve:latest ")
+    assert "--build-arg VERSION=0.1.0 --build-arg REVISION=" in built
+    assert built.endswith("--build-arg EFA_VERSION=1.43.2 --no-cache .\n")
+
+    tarball = tmp_path / "tensorrt-llm-serve-latest.tar.gz"
+    assert make("save", "DOCKER=podman", folder=tmp_path, PATH=path).returncode == 0
+    assert gzip.decompress(tarball.read_bytes()) == b"layers\n"
+    named = ("save", "DOCKER=podman", "IMAGE=host/penstock:1")
+    assert make(*named, folder=tmp_path, PATH=path).returncode == 0
+    assert (tmp_path / "penstock-1.tar.gz").exists()
+
+    tarball.unlink()
+    stand_in.write_text("#!/bin/sh\nexit 1\n")
+    assert make("save", "DOCKER=podman", folder=tmp_path, PATH=path).returncode != 0
+    assert not tarball.exists()
 
 
 @pytest.fixture

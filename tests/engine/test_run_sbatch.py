@@ -1,0 +1,182 @@
+"""run.sbatch: under a real Slurm where there is one, and with stand-ins for srun and docker."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from openai import OpenAI
+from server_process import _free_port
+
+SCRIPT = Path(__file__).parents[2] / "run.sbatch"
+TIMEOUT_S = 150
+# Runs what it is given without its own flags; `docker` and `curl` are the test's.
+SRUN = """#!/bin/sh
+[ "$1" != --help ] || exec echo "no containers here"
+while case $1 in --*) true ;; *) false ;; esac; do shift; done
+exec "$@"
+"""
+DOCKER = """#!/bin/sh
+echo "$@" >> "$CALLS"
+case "$*" in
+    "image inspect"*) exit "${ABSENT:-0}" ;;
+    run*) exit "${SERVER_CODE:-0}" ;;
+    load) cat >/dev/null && echo "Loaded image: tensorrt-llm-serve:latest" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bin")
+    serve = "from penstock.cli.main import trtllm_serve; trtllm_serve()"
+    for name, text in (
+        ("trtllm-serve", f'#!/bin/sh\nexec {sys.executable} -c "{serve}" "$@"\n'),
+        ("srun", SRUN),
+        ("docker", DOCKER),
+    ):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run(folder: Path, programs: Path, *flags: object, **env: str) -> tuple[int, str, list[str]]:
+    """Exit code, what it said, and the calls of docker; within a job of one node."""
+    calls = folder / "calls"
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "HOME": str(folder)} | env
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    given |= {"CALLS": str(calls), "PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *map(str, flags)],
+        env=clean | given,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    docker = calls.read_text().splitlines() if calls.exists() else []
+    return done.returncode, done.stdout + done.stderr, docker
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "says"),
+    [
+        ((), {}, "name a model"),
+        (("m",), {"SLURM_JOB_ID": ""}, "there is no allocation"),
+        (("m",), {"SLURM_JOB_NUM_NODES": "2"}, "this job has 2 nodes, and a server is one node"),
+        (("m",), {}, "tensorrt-llm-serve-latest.tar.gz; 'make docker && make save' write it"),
+        (("m", "--image"), {}, "--image wants a value"),
+        (("m", "-w", "/no/where"), {}, "there is no folder for --workspace"),
+        (("--image", "i:1", "--container-mount", "/no/where", "m"), {}, "no folder /no/where"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_way_out(tmp_path, programs, flags, env, says):
+    code, said, docker = run(tmp_path, programs, *flags, **env)
+    assert code == 2 and says in said
+    assert not any(call.startswith("run") for call in docker)
+
+
+def test_the_image_of_the_workspace_is_loaded_and_runs_with_what_the_job_has(tmp_path, programs):
+    image = tmp_path / "tensorrt-llm-serve-latest.tar.gz"
+    image.write_bytes(b"")
+    flags = ("-w", tmp_path, "--container-mount", tmp_path, "some/model", "--tp_size", "2")
+    code, said, docker = run(
+        tmp_path, programs, *flags, ABSENT="1", SLURM_STEP_GPUS="2,5", SLURM_JOB_GPUS="0,2,5"
+    )
+    assert code == 0, said
+    inspected, loaded, ran = docker
+    assert (inspected, loaded) == (
+        "image inspect tensorrt-llm-serve:latest",
+        "load",
+    )
+    assert ran.startswith("run --rm --init --sig-proxy=false --name penstock-7 ")
+    assert f"--volume {tmp_path}/.cache:/root/.cache:rw" in ran
+    assert f"--volume {tmp_path}:{tmp_path}" in ran
+    assert '--gpus "device=2,5"' in ran
+    command = "tensorrt-llm-serve:latest trtllm-serve some/model --tp_size 2 --host 0.0.0.0"
+    assert ran.endswith(command)
+    assert "the server ended with code 0" in said
+
+
+def test_an_image_that_is_there_is_loaded_again_only_by_force(tmp_path, programs):
+    image = tmp_path / "penstock-v1.tar.gz"
+    image.write_bytes(b"")
+    flags = ("--image", image, "m", "--host", "10.0.0.1", "--port=9000")
+    code, said, docker = run(tmp_path, programs, *flags)
+    assert code == 0, said
+    assert docker[0] == "image inspect penstock:v1"
+    assert docker[1].endswith("penstock:v1 trtllm-serve m --host 10.0.0.1 --port=9000")
+    (tmp_path / "calls").unlink()
+    code, said, docker = run(tmp_path, programs, "--force", *flags, ABSENT="1")
+    assert code == 0, said
+    assert docker[0] == "image rm --force penstock:v1"
+    assert docker[2] == "load"
+    assert docker[3] == "rm --force penstock-7"
+
+
+def test_a_name_is_pulled_from_its_registry(tmp_path, programs):
+    code, said, docker = run(tmp_path, programs, "--image", "host/name:1", "m", ABSENT="1")
+    assert code == 0, said
+    assert docker[1] == "pull --quiet host/name:1"
+    assert " host/name:1 trtllm-serve m " in docker[2]
+
+
+def test_the_exit_code_is_that_of_the_server(tmp_path, programs):
+    code, said, _ = run(tmp_path, programs, "--image", "host/name:1", "m", SERVER_CODE="1")
+    assert code == 1 and "the server ended with code 1" in said
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if (why := slurm_cluster.missing()) is not None:
+        pytest.skip(why)
+    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def wait_for(is_so: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.2)
+
+
+def test_slurm_serves_with_two_ranks_and_scancel_lets_requests_finish(cluster, programs):
+    port = _free_port()
+    path = f"{programs}:{os.environ['PATH']}"
+    (programs / "srun").rename(programs / "no-srun")  # the real one
+    flags = ("--no-container", "tiny", "--tp_size", 2, "--port", port, "--device", "cpu")
+    env = {"PATH": f"{path}:/usr/sbin", "OMP_NUM_THREADS": "1"}
+    job = cluster.call("sbatch", "--parsable", SCRIPT, *flags, **env).strip()
+    log = cluster.folder / f"penstock-{job}.log"
+
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    try:
+        wait_for(lambda: "run.sbatch: ready: http://" in said(), lambda: said() + cluster.logs())
+        assert "2 ranks" in said()
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        messages = [{"role": "user", "content": "What is 3 + 4?"}]
+        reply = client.chat.completions.create(model="tiny", messages=messages, max_tokens=16)
+        assert reply.choices[0].message.content
+        stream = client.completions.create(
+            model="tiny", prompt="What is 3 + 4?", max_tokens=24, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        next(stream)
+        cluster.call("scancel", job)
+        assert [*stream][-1].choices[0].finish_reason == "length"
+        wait_for(lambda: "the server ended with code" in said(), said)
+        assert "the server ended with code 0" in said()
+        wait_for(lambda: cluster.state(job) == "CANCELLED", cluster.logs)
+    finally:
+        with contextlib.suppress(AssertionError):
+            cluster.call("scancel", job)
