@@ -1,4 +1,5 @@
-"""`scheduler_config`: who waits in front, and how much cache a request needs to start."""
+"""`scheduler_config`: who waits in front, how much cache a request needs to start, and how large a
+part of a prompt may run beside decodes."""
 
 from penstock.config.base import StrictModel, setting
 from penstock.config.run import CapacityPolicy, QueuePolicy
@@ -21,4 +22,14 @@ class SchedulerConfig(StrictModel):
         "arrival order alone.",
         status="beta",
         strict=False,
+    )
+    max_prompt_tokens_beside_decodes: int | None = setting(
+        None,
+        "Most prompt tokens in a step that also decodes, so that streams do not stop for a long "
+        "prompt; one without decodes has max_num_tokens. null: on a CPU as many as take about half "
+        "a second, by the measured time of steps; on a GPU max_num_tokens, and with "
+        "cuda_graph_config.enable_mixed 512, for which there are graphs.",
+        ge=1,
+        le=1 << 20,
+        status="beta",
     )

@@ -1,4 +1,5 @@
-"""`cuda_graph_config`: for which decode batch sizes, and prompt lengths, a graph is captured."""
+"""`cuda_graph_config`: for which decode batch sizes, prompt lengths and mixes of both a graph is
+captured."""
 
 import itertools
 from collections.abc import Iterable
@@ -12,6 +13,17 @@ MAX_GRAPH_SIZE = 65536
 DEFAULT_MAX_SIZE = 512
 # Beyond these, work takes longer than its launches, which a graph saves.
 DEFAULT_NUM_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+
+# Of steps that mix decodes and prompt tokens: the axes of a grid. What is captured at start has a
+# place for every mix up to the largest of both; what is captured later wastes less.
+_MIXED_DECODES = (8, 32, 64, 128, 256, 512)
+_MIXED_TOKENS = (32, 64, 128, 256, 512)
+_IDLE_DECODES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_IDLE_TOKENS = (32, 64, 128, 192, 256, 384, 512)
+MIXED_TOKENS = _MIXED_TOKENS[-1]  # prompt tokens beside decodes that a graph has room for
+
+Mix = tuple[int, int]
+"""Decodes and prompt tokens of a captured step."""
 
 
 class CudaGraphConfig(StrictModel):
@@ -41,6 +53,24 @@ class CudaGraphConfig(StrictModel):
         max_length=1024,
     )
 
+    enable_mixed: bool = setting(
+        False,
+        "Capture steps that mix decodes and prompt tokens, too: up to 512 of each, 15 prompts; "
+        "about 29 graphs at start, about 48 more while the server is idle. Prompts of latent "
+        "attention run in graphs, too. Has not run on a GPU yet: until it is measured the default "
+        "is off, and such steps run without a graph.",
+        status="prototype",
+    )
+
+    @model_validator(mode="after")
+    def _mixes_are_padded(self) -> "CudaGraphConfig":
+        if self.enable_mixed and not self.enable_padding:
+            raise ValueError(
+                "enable_mixed pads steps to the next captured one, but enable_padding is false; "
+                "leave one of the two out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _list_and_maximum_agree(self) -> "CudaGraphConfig":
         if self.batch_sizes and self.max_batch_size not in (0, max(self.batch_sizes)):
@@ -64,6 +94,29 @@ class CudaGraphConfig(StrictModel):
         """Ascending sizes of prompt steps to capture."""
         wanted = DEFAULT_NUM_TOKENS if self.num_tokens is None else self.num_tokens
         return tuple(sorted({size for size in wanted if size <= max_num_tokens}))
+
+    def mixes(self, max_rows: int, max_num_tokens: int) -> tuple[tuple[Mix, ...], tuple[Mix, ...]]:
+        """What to capture at start and what later, each with the largest step first."""
+        if not self.enable_mixed:
+            return (), ()
+        # Few prompt tokens beside hundreds of decodes may as well be twice as many.
+        at_start = {
+            (min(decodes, max_rows), min(tokens, max_num_tokens))
+            for decodes in _MIXED_DECODES
+            for tokens in _MIXED_TOKENS
+            if (decodes, tokens) != (_MIXED_DECODES[-1], _MIXED_TOKENS[0])
+        }
+        later = {
+            (decodes, tokens)
+            for decodes in _IDLE_DECODES
+            for tokens in _IDLE_TOKENS
+            if decodes <= max_rows and tokens <= max_num_tokens
+        }
+        return _largest_first(at_start), _largest_first(later - at_start)
+
+
+def _largest_first(mixes: Iterable[Mix]) -> tuple[Mix, ...]:
+    return tuple(sorted(mixes, key=lambda mix: (sum(mix), mix), reverse=True))
 
 
 def padded_sizes(largest: int) -> list[int]:

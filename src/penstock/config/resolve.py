@@ -8,6 +8,7 @@ Reads no file, no environment and no device; but for the seed, equal inputs give
 import secrets
 from typing import TypeVar
 
+from penstock.config.graphs import MIXED_TOKENS, Mix
 from penstock.config.run import NGramDrafting, RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
@@ -69,6 +70,7 @@ def resolve(
     graph_batch_sizes = choices.add(
         "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
     )
+    at_start, when_idle = _mixes(config, graph_batch_sizes, max_batch_size, max_num_tokens)
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
     kv_block = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
     kv_cpu_bytes = state_cpu_bytes = 0
@@ -124,6 +126,12 @@ def resolve(
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,
         drafting=_drafting(config),
+        graph_mixes=at_start,
+        graph_mixes_when_idle=when_idle,
+        tokens_beside_decodes=choices.add(
+            "tokens_beside_decodes",
+            _tokens_beside_decodes(config, kind, max_num_tokens, has_mixes=bool(at_start)),
+        ),
         seed=choices.add("seed", _seed(config)),
         choices=tuple(choices.made),
     )
@@ -487,3 +495,33 @@ def _graph_sizes(
         return graphs.sizes(max_batch_size), "set by cuda_graph_config.batch_sizes"
     rule = "padded to the next size" if graphs.enable_padding else "no padding"
     return graphs.sizes(max_batch_size), rule
+
+
+def _mixes(
+    config: EngineConfig, graph_batch_sizes: tuple[int, ...], max_rows: int, max_num_tokens: int
+) -> tuple[tuple[Mix, ...], tuple[Mix, ...]]:
+    if config.cuda_graph_config is None or not graph_batch_sizes:
+        return (), ()
+    return config.cuda_graph_config.mixes(max_rows, max_num_tokens)
+
+
+def _tokens_beside_decodes(
+    config: EngineConfig, kind: str, max_num_tokens: int, *, has_mixes: bool
+) -> Reasoned[int | None]:
+    """None: as many as the measured time of steps allows."""
+    asked = config.scheduler_config.max_prompt_tokens_beside_decodes
+    if not config.enable_chunked_prefill:
+        if asked is not None:
+            raise ConfigError(
+                f"scheduler_config.max_prompt_tokens_beside_decodes is {asked}, but prompts are "
+                "not cut, since enable_chunked_prefill is false; leave one of the two out"
+            )
+        return max_num_tokens, "prompts are not cut: enable_chunked_prefill is false"
+    if asked is not None:
+        reason = "set by scheduler_config.max_prompt_tokens_beside_decodes"
+        return min(asked, max_num_tokens), reason
+    if kind == "cpu":
+        return None, "by the measured time of steps, so that streams go on"
+    if has_mixes:
+        return min(MIXED_TOKENS, max_num_tokens), "the largest graph of decodes and prompt tokens"
+    return max_num_tokens, "all of max_num_tokens"

@@ -66,6 +66,10 @@ class RunConfig:
         False  # of packed weights on a CPU: with 16 bits of their inputs
     )
     graph_token_sizes: tuple[int, ...] = ()  # of steps of prompts, ascending; empty: none
+    # (decodes, prompt tokens) of steps that mix both, largest first; empty: none
+    graph_mixes: tuple[tuple[int, int], ...] = ()
+    graph_mixes_when_idle: tuple[tuple[int, int], ...] = ()  # captured while nothing runs
+    tokens_beside_decodes: int | None = None  # prompt tokens of a step; None: as time allows
     state_interval: int = 2048  # tokens between snapshots of a recurrent state
     state_snapshot_share: float = 0.1  # of the cache's memory, for such snapshots
     state_cpu_bytes: int = 0  # of states and snapshots on a CPU, beside kv_cpu_bytes

@@ -41,7 +41,8 @@ class ForwardBatch:
     max_kv_len: int  # host; upper bound of kv_lens_N
     others: tuple["ForwardBatch", ...] = ()  # the step as the layers of further groups see it
     plans: dict[Any, Any] = field(default_factory=dict)  # worked out by one layer for those behind
-    cached_lens: tuple[int, ...] = ()  # host; of the entries behind the decodes: tokens before T
+    # host; of the entries behind the decodes: tokens before T. None: only the device knows
+    cached_lens: tuple[int, ...] | None = None
     drafted: DraftedSpans | None = None  # None: no token was drafted, or no layer has a state
 
     def of_group(self, group: int) -> "ForwardBatch":

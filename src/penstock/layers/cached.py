@@ -11,6 +11,7 @@ from penstock.types.cache_spec import CacheSpec
 class CachedLayer(nn.Module, ABC):
     group = 0  # of layers that remember alike; tells its blocks in a batch
     captures_chunks = True  # a CUDA graph may hold a step of prompts: it looks at no host numbers
+    max_captured_prefix: int | None = None  # cached tokens before such a chunk; None: any number
 
     @abstractmethod
     def cache_spec(self) -> CacheSpec: ...

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.mla import (
+    PIECE_TOKENS,
     cached,
     mla_attend,
     mla_decode,
@@ -34,9 +35,12 @@ _NORM_EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
 
 
 class LatentAttention(CachedLayer):
-    captures_chunks = False  # a cached prefix is expanded in as many pieces as it has
-
     """`scale` multiplies the scores."""
+
+    # Chunks in graphs have not been measured on a GPU: only `enable_mixed` captures them.
+    captures_chunks = False
+    # Behind a longer prefix pieces of expanded keys and values are faster than absorbed queries.
+    max_captured_prefix = PIECE_TOKENS
 
     def __init__(
         self,
@@ -154,40 +158,66 @@ class LatentAttention(CachedLayer):
         assert self.weight_HEC is not None, "not finished"
         num_decodes, outputs = batch.num_decodes, []
         if num_decodes:
-            outputs.append(self._decode(q_THD[:num_decodes], q_THR[:num_decodes], cache_BSA, batch))
+            outputs.append(
+                self._absorbed(
+                    q_THD[:num_decodes],
+                    q_THR[:num_decodes],
+                    cache_BSA,
+                    batch.rows_N[:num_decodes],
+                    batch.kv_lens_N[:num_decodes],
+                    batch,
+                )
+            )
         if num_decodes < batch.num_entries:
             if cache_BSA.dtype != kv_TA.dtype:  # a prompt reads the same at once and in chunks
                 kv_TA = cached(cache_BSA, batch.slots_T, kv_TA.dtype)
-            outputs.append(
-                prefill(
+            plan = prefill_plan(batch, cache_BSA.shape[1])
+            out_THV = prefill(
+                q_THD[num_decodes:],
+                q_THR[num_decodes:],
+                kv_TA[num_decodes:],
+                self.weight_HEC,
+                cache_BSA,
+                plan,
+                self.latent.value_size,
+                self.scale,
+                batch.max_query_len,
+                self.attend_op,
+            )
+            if (absorbed := plan.absorbed) is not None:
+                behind_prefix_THV = self._absorbed(
                     q_THD[num_decodes:],
                     q_THR[num_decodes:],
-                    kv_TA[num_decodes:],
-                    self.weight_HEC,
                     cache_BSA,
-                    prefill_plan(batch, cache_BSA.shape[1]),
-                    self.latent.value_size,
-                    self.scale,
-                    batch.max_query_len,
-                    self.attend_op,
+                    absorbed.rows_T,
+                    absorbed.kv_lens_T,
+                    batch,
                 )
-            )
+                is_behind_T11 = (absorbed.kv_lens_T > 0)[:, None, None]
+                out_THV = torch.where(is_behind_T11, behind_prefix_THV, out_THV)
+            outputs.append(out_THV)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _decode(
-        self, q_NHD: Tensor, q_NHR: Tensor, cache_BSA: Tensor, batch: ForwardBatch
+    def _absorbed(
+        self,
+        q_NHD: Tensor,
+        q_NHR: Tensor,
+        cache_BSA: Tensor,
+        rows_N: Tensor,
+        kv_lens_N: Tensor,
+        batch: ForwardBatch,
     ) -> Tensor:
+        """One query per entry over the cached latents themselves."""
         assert self.weight_HEC is not None
         keys_HDC, values_HVC = self.weight_HEC.split(
             (self.latent.nope_size, self.latent.value_size), dim=1
         )
-        num_decodes = batch.num_decodes
         out_NHC = self.decode_op(
             torch.bmm(q_NHD.transpose(0, 1), keys_HDC).transpose(0, 1),
             q_NHR,
             cache_BSA,
-            batch.rows_N[:num_decodes],
-            batch.kv_lens_N[:num_decodes],
+            rows_N,
+            kv_lens_N,
             batch.block_table_RM,
             self.scale,
             batch.max_kv_len,

@@ -1,16 +1,20 @@
 """Captures the CUDA graphs of a rank and hands them to its runner."""
 
+from collections.abc import Callable
+
 import torch
 
 from penstock import log
 from penstock.config.run import RunConfig
 from penstock.layers.decoder import Decoder
-from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs, GraphPool
+from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs, GraphPool, PromptGraphs
 from penstock.runtime.input_batch import Rows
+from penstock.runtime.mixed_graphs import MixedGraphs, mixed_shapes
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.timeline import Timeline
 
 _log = log.get(__name__)
+_LEAST_FREE_BYTES = 1 << 30  # on the device, for a graph that can wait
 
 
 def captures_chunks(model: Decoder) -> bool:
@@ -27,19 +31,68 @@ def capture_graphs(
     planned_bytes: int,
     timeline: Timeline,
 ) -> None:
-    """Graphs of the largest batch first: the smaller ones live in its memory."""
-    token_sizes = config.graph_token_sizes if captures_chunks(model) else ()
-    num_graphs = len(config.graph_batch_sizes) + len(token_sizes)
+    """Graphs of the largest step first: the smaller ones live in its memory."""
+    has_prompts = bool(config.graph_mixes) or captures_chunks(model)
+    token_sizes = config.graph_token_sizes if has_prompts else ()
+    num_graphs = len(config.graph_batch_sizes) + len(token_sizes) + len(config.graph_mixes)
     with timeline.phase(f"capture {num_graphs} graphs"):
         before, pool = torch.cuda.memory_reserved(), GraphPool()
-        chunk_graphs = None
-        if token_sizes:
-            chunk_graphs = ChunkGraphs(runner.chunk_step(max_kv_len), token_sizes, rows)
-            chunk_graphs.capture(pool)
+        prompt_graphs: PromptGraphs | None = None
+        when_idle: Callable[[], None] = lambda: None  # noqa: E731
+        if config.graph_mixes:
+            prompt_graphs = mixed = mixed_graphs(runner, rows, model, config, max_kv_len, pool)
+            mixed.capture()
+            if config.tp_size == 1:  # ranks would have to capture at the same time
+                when_idle = IdleCapture(mixed).turn
+        elif token_sizes:
+            prompt_graphs = chunks = ChunkGraphs(runner.chunk_step(max_kv_len), token_sizes, rows)
+            chunks.capture(pool)
         graphs = DecodeGraphs(
             runner.decode_step(max_kv_len), config.graph_batch_sizes, config.graph_padding, rows
         )
         graphs.capture(pool)
-        runner.use_graphs(graphs, chunk_graphs)
+        runner.use_graphs(graphs, prompt_graphs, when_idle)
         taken = torch.cuda.memory_reserved() - before
     _log.info("graphs took %.2f GiB, %.2f GiB were planned", taken / 2**30, planned_bytes / 2**30)
+
+
+def mixed_graphs(
+    runner: ModelRunner,
+    rows: Rows,
+    model: Decoder,
+    config: RunConfig,
+    max_kv_len: int,
+    pool: GraphPool,
+) -> MixedGraphs:
+    prefixes = [layer.max_captured_prefix for layer in model.cache_layers()]
+    return MixedGraphs(
+        lambda shape: runner.padded_step(shape, max_kv_len),
+        mixed_shapes(config.graph_mixes, config.graph_token_sizes),
+        mixed_shapes(config.graph_mixes_when_idle),
+        rows,
+        pool,
+        model.shortened,
+        min((most for most in prefixes if most is not None), default=None),
+    )
+
+
+class IdleCapture:
+    """One graph a turn, for as long as there is memory for more."""
+
+    def __init__(self, graphs: MixedGraphs) -> None:
+        self._graphs = graphs
+        self._is_done = False
+
+    def turn(self) -> None:
+        if self._is_done:
+            return
+        free, _ = torch.cuda.mem_get_info()
+        if free < _LEAST_FREE_BYTES:
+            self._is_done = True
+            _log.info("no more graphs are captured: %.2f GiB are free", free / 2**30)
+            return
+        try:
+            self._is_done = not self._graphs.capture_next()
+        except torch.OutOfMemoryError as error:
+            self._is_done = True
+            _log.warning("no more graphs are captured: %s", error)

@@ -2,17 +2,21 @@
 
 `DecodeGraphs` have a size per number of sequences and take row numbers alone, `ChunkGraphs` one per
 number of tokens, for steps of a few prompts whose launches would take longer than the work.
+`mixed_graphs.py` has those of any mix, in place of `ChunkGraphs`.
 """
 
-# N entries of a captured size, V vocabulary
+# N entries of a captured size, L of them with logits, V vocabulary
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.transfer import to_device
 from penstock.runtime.input_batch import Rows, packed_size
 from penstock.types.step import Int32s, StepPlan
 
@@ -45,9 +49,12 @@ class GraphPool:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def capture(self, step: GraphStep, inputs: Tensor) -> "_Captured":
+    def capture(
+        self, step: GraphStep, inputs: Tensor, warmup: AbstractContextManager[None] | None = None
+    ) -> "Captured":
+        """`warmup`: what to run the step in once before, where that may be less than all of it."""
         self._stream.wait_stream(torch.cuda.current_stream())  # which may still write the inputs
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), warmup or nullcontext():
             step(inputs)  # compiles kernels and grows workspaces outside the capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
@@ -56,7 +63,7 @@ class GraphPool:
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             logits_NV, kv_lens_N, rows_N = step(inputs)
-        return _Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N))
+        return Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N))
 
 
 class _Memory:
@@ -79,7 +86,7 @@ def _borrowed(x: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Captured:
+class Captured:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     outputs: Outputs
@@ -98,7 +105,7 @@ class DecodeGraphs:
         self._may_pad = may_pad
         self._padding_row = rows.padding_row
         self._rows = decode_inputs(rows, max(sizes))
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, Captured] = {}
         self.num_replays = 0
 
     def capture(self, pool: GraphPool) -> None:
@@ -125,12 +132,20 @@ class DecodeGraphs:
         return size if size == num_entries or self._may_pad else None
 
 
+class PromptGraphs(Protocol):
+    """Of steps with prompts. Outputs are those of the plan's entries that have logits."""
+
+    def fits(self, plan: StepPlan) -> bool: ...
+
+    def replay(self, plan: StepPlan) -> Outputs: ...
+
+
 class ChunkGraphs:
     def __init__(self, step: GraphStep, sizes: tuple[int, ...], rows: Rows) -> None:
         self._step = step
         self._sizes = np.array(sorted(sizes), np.int64)
         self._rows = rows
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, Captured] = {}
 
     def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
@@ -141,6 +156,13 @@ class ChunkGraphs:
         return plan.num_decodes == 0 and plan.num_entries < CHUNK_ENTRIES and is_small
 
     def replay(self, plan: StepPlan) -> Outputs:
-        """The outputs of all entries, padding included."""
         size = int(self._sizes[np.searchsorted(self._sizes, int(plan.num_tokens.sum()))])
-        return self._captured[size].replay(self._rows.pack_chunks(plan, CHUNK_ENTRIES, size))
+        captured = self._captured[size]
+        outputs = captured.replay(self._rows.pack_chunks(plan, CHUNK_ENTRIES, size))
+        sampling = np.flatnonzero(plan.num_logit_rows)
+        if len(sampling) == plan.num_entries:  # the first of the graph's
+            picked: slice | Tensor = slice(len(sampling))
+        else:
+            picked = to_device(sampling, self._rows.device)
+        logits_NV, kv_lens_N, rows_N = outputs
+        return logits_NV[picked], kv_lens_N[picked], rows_N[picked]

@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.kernels.forward_batch import DraftedSpans, ForwardBatch
 from penstock.kernels.gather import decode_inputs
 from penstock.kernels.transfer import to_device
+from penstock.runtime.step_layout import StepShape
 from penstock.sampling.verification import Accepted, DraftedRows
 from penstock.types.step import FROM_DEVICE, Int32s, StepPlan
 
@@ -197,6 +198,21 @@ class Rows:
         tensors = packed.split([num_entries] * 3 + [num_entries + 1] + [num_tokens] * 3)
         return self._batch(tensors, num_decodes=0, max_query_len=num_tokens, max_kv_len=max_kv_len)
 
+    def padded_batch(
+        self, packed: Tensor, shape: StepShape, max_kv_len: int
+    ) -> tuple[ForwardBatch, Tensor]:
+        """A step of any mix as `shape` packs it, built on the device; and the entries that have
+        logits, in order, then others."""
+        tensors, logit_entries_N = shape.unpack(packed)
+        batch = self._batch(
+            tensors,
+            num_decodes=shape.num_decodes,
+            max_query_len=shape.num_prompt_tokens,
+            max_kv_len=max_kv_len,
+        )
+        self.lengths_R[self.padding_row :].zero_()
+        return batch, logit_entries_N.long()
+
     def _host_arrays(self, plan: StepPlan, num_entries: int, num_tokens: int) -> list[Int32s]:
         """Of entries: row, start, tokens and (one more) first token; of tokens: id, entry, offset.
 
@@ -229,7 +245,7 @@ class Rows:
         num_decodes: int,
         max_query_len: int,
         max_kv_len: int,
-        cached_lens: tuple[int, ...] = (),
+        cached_lens: tuple[int, ...] | None = None,
         offsets_N: Tensor | None = None,
         drafted: DraftedSpans | None = None,
     ) -> ForwardBatch:

@@ -6,6 +6,8 @@ Everything is enqueued; the first to wait for the device is the handle's `wait`.
 # T tokens in the step, N entries that sample, L logit rows, W most of an entry, D hidden size,
 # V vocabulary, 2 a token and whether it is one, K most drafts of a row
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,20 +15,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.transfer import start_copy_to_host, to_device
+from penstock.kernels.transfer import start_copy_to_host
 from penstock.layers.decoder import Decoder
 from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.drafter import Drafter
-from penstock.runtime.graphs import CHUNK_ENTRIES, ChunkGraphs, DecodeGraphs, GraphStep, Outputs
+from penstock.runtime.graphs import CHUNK_ENTRIES, DecodeGraphs, GraphStep, Outputs, PromptGraphs
 from penstock.runtime.input_batch import Rows, StepInputs
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
+from penstock.runtime.step_layout import StepShape
 from penstock.sampling.logprobs import SampledLogprobs
 from penstock.sampling.sampler import NOT_FINITE, Sampler
 from penstock.sampling.verification import Accepted, DraftedRows, verify
-from penstock.types.step import Int32s, LateInputs, StepPlan, StepResult
+from penstock.types.step import Int32s, LateInputs, RanAs, StepPlan, StepResult
+
+_BYTES_PERIOD_S = 1.0
 
 
 @dataclass(slots=True)
@@ -37,6 +42,7 @@ class _Forwarded:
     kv_lens_L: Tensor
     rows: Int32s
     scores: PromptScores | None
+    ran_as: RanAs
     drafted: DraftedRows | None = None
 
 
@@ -49,11 +55,13 @@ class DeviceStep:
         drawn_2L: Tensor,
         logprobs: SampledLogprobs | None,
         scores: PromptScores | None,
+        ran_as: RanAs,
         num_accepted_N: Tensor | None = None,
         drafts_NK: Tensor | None = None,
     ) -> None:
         """`num_accepted_N`: None, one each. `drafts_NK`: of the next step; None: nobody drafts."""
         self._plan = plan
+        self._ran_as = ran_as
         self._logprobs = logprobs.start_copy() if logprobs else None
         self._scores = scores
         self._drawn_2L = start_copy_to_host(drawn_2L)
@@ -95,6 +103,7 @@ class DeviceStep:
             prompt_logprobs=scores,
             num_drafts=self._num_drafts(sampling),
             failures=dict.fromkeys(failed, NOT_FINITE),
+            ran_as=self._ran_as,
         )
 
     def _num_drafts(self, sampling: NDArray[np.int64]) -> Int32s | None:
@@ -124,13 +133,21 @@ class ModelRunner:
         self._scorer = PromptScorer(rows, model.logits)
         self._mesh = mesh
         self._graphs: DecodeGraphs | None = None
-        self._chunk_graphs: ChunkGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         self._cpu_graphs: DecodeCpuGraphs | None = None
         self._forwarded: dict[int, _Forwarded] = {}
+        self._device_bytes = (0.0, 0)  # until when the number counts as new, and the number
+        self.when_idle: Callable[[], None] = lambda: None  # a bit of work that can wait
 
-    def use_graphs(self, graphs: DecodeGraphs, chunk_graphs: ChunkGraphs | None) -> None:
+    def use_graphs(
+        self,
+        graphs: DecodeGraphs,
+        prompt_graphs: PromptGraphs | None,
+        when_idle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._graphs = graphs
-        self._chunk_graphs = chunk_graphs
+        self._prompt_graphs = prompt_graphs
+        self.when_idle = when_idle
 
     def use_cpu_graphs(self, max_kv_len: int) -> None:
         self._cpu_graphs = DecodeCpuGraphs(
@@ -143,8 +160,14 @@ class ModelRunner:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory this process has taken; 0 on a CPU."""
-        return torch.cuda.memory_reserved() if self._rows.device.type == "cuda" else 0
+        """Device memory this process has taken, at most a second ago; 0 on a CPU."""
+        if self._rows.device.type != "cuda":
+            return 0
+        # Asked after every step; torch walks through all its statistics for one of them.
+        now = time.monotonic()
+        if now >= self._device_bytes[0]:
+            self._device_bytes = now + _BYTES_PERIOD_S, torch.cuda.memory_reserved()
+        return self._device_bytes[1]
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
@@ -160,25 +183,19 @@ class ModelRunner:
             forwarded = self._chunks(plan)
         elif self._graphs is not None and self._graphs.fits(plan.num_entries):
             logits_LV, kv_lens_L, rows_L = self._graphs.replay(plan.rows)
-            forwarded = _Forwarded(plan, logits_LV, rows_L, kv_lens_L, plan.rows, None)
+            forwarded = _Forwarded(plan, logits_LV, rows_L, kv_lens_L, plan.rows, None, RanAs.GRAPH)
         else:
             longest = int(plan.max_kv_lens.max())
             forwarded = self._decode(plan, self._rows.build_decode(plan.rows, longest))
         self._forwarded[plan.step_id] = forwarded
 
     def _chunks(self, plan: StepPlan) -> _Forwarded:
-        graphs = self._chunk_graphs
+        graphs = self._prompt_graphs
         if graphs is None or not graphs.fits(plan) or self._scorer.is_asked(plan):
             return self._run(plan, self._rows.build(plan))
-        sampling = np.flatnonzero(plan.num_logit_rows)
-        logits_NV, kv_lens_N, rows_N = graphs.replay(plan)
-        if len(sampling) == plan.num_entries:  # the first of the graph's
-            picked: slice | Tensor = slice(len(sampling))
-        else:
-            picked = to_device(sampling, self._rows.device)
-        return _Forwarded(
-            plan, logits_NV[picked], rows_N[picked], kv_lens_N[picked], plan.rows[sampling], None
-        )
+        logits_LV, kv_lens_L, rows_L = graphs.replay(plan)
+        rows = plan.rows[plan.num_logit_rows > 0]
+        return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH)
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
         inputs = self._rows.build_drafted(plan)
@@ -191,7 +208,14 @@ class ModelRunner:
         if logits_LV is None:
             return self._run(plan, inputs)
         return _Forwarded(
-            plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, None, inputs.drafted
+            plan,
+            logits_LV,
+            inputs.rows_L,
+            inputs.kv_lens_L,
+            inputs.rows,
+            None,
+            RanAs.CPU_GRAPH,
+            inputs.drafted,
         )
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
@@ -201,7 +225,14 @@ class ModelRunner:
             hidden_TD = hidden_TD[inputs.logit_index_L]
         logits_LV = self._model.logits(hidden_TD) if len(inputs.rows) else hidden_TD
         return _Forwarded(
-            plan, logits_LV, inputs.rows_L, inputs.kv_lens_L, inputs.rows, scores, inputs.drafted
+            plan,
+            logits_LV,
+            inputs.rows_L,
+            inputs.kv_lens_L,
+            inputs.rows,
+            scores,
+            RanAs.EAGER,
+            inputs.drafted,
         )
 
     @torch.inference_mode()
@@ -221,7 +252,9 @@ class ModelRunner:
                 self._rows.accept(step.rows_L, token_ids_L)
             else:
                 num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
-        return DeviceStep(step.plan, drawn_2L, logprobs, step.scores, num_accepted_N, drafts_NK)
+        return DeviceStep(
+            step.plan, drawn_2L, logprobs, step.scores, step.ran_as, num_accepted_N, drafts_NK
+        )
 
     def _accept(self, step: _Forwarded, token_ids_L: Tensor) -> tuple[Tensor, Tensor | None]:
         """(tokens that count of each entry, what is drafted behind them)"""
@@ -259,6 +292,19 @@ class ModelRunner:
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)
             logits_NV = self._model.logits(self._model(batch)[last_N])
             return logits_NV, batch.kv_lens_N, batch.rows_N.long()
+
+        return step
+
+    def padded_step(self, shape: StepShape, max_kv_len: int) -> GraphStep:
+        """A step of any mix: everything from packed numbers to logits of as many entries as there
+        are, those that the step asks for first."""
+
+        @torch.inference_mode()
+        def step(packed: Tensor) -> Outputs:
+            batch, entries_N = self._rows.padded_batch(packed, shape, max_kv_len)
+            last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)[entries_N]
+            logits_NV = self._model.logits(self._model(batch)[last_N])
+            return logits_NV, batch.kv_lens_N[entries_N], batch.rows_N.long()[entries_N]
 
         return step
 

@@ -40,8 +40,10 @@ class PromptScorer:
                 self._asked[join.row] = (join.sampling.prompt_logprobs, join.num_prompt)
 
     def is_asked(self, plan: StepPlan) -> bool:
-        """Whether a row of this step has asked."""
-        return bool(self._asked) and any(row in self._asked for row in plan.rows.tolist())
+        """Whether a prompt of this step has asked."""
+        if not self._asked:
+            return False
+        return any(row in self._asked for row in plan.rows[plan.num_decodes :].tolist())
 
     def score(self, plan: StepPlan, hidden_TD: Tensor) -> PromptScores | None:
         """What each prompt position of this step says about the prompt token after it."""

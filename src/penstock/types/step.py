@@ -9,6 +9,7 @@ rank.
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import msgspec
 import numpy as np
@@ -145,6 +146,14 @@ class LogprobRows:
         return bool(np.isnan(self.logprobs).any())
 
 
+class RanAs(StrEnum):
+    """How the host got a step to the device."""
+
+    EAGER = "eager"  # launch by launch
+    GRAPH = "graph"  # a CUDA graph
+    CPU_GRAPH = "cpu_graph"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What the device found. token_ids[i, :num_accepted[i]] are entry i's new tokens (none for a
@@ -162,3 +171,4 @@ class StepResult:
     num_drafts: Int32s | None = None  # [N]
     error: str | None = None
     failures: dict[int, str] = field(default_factory=dict)
+    ran_as: RanAs = RanAs.EAGER

@@ -123,6 +123,7 @@ def mla_attend(
     scores_HTL = (scores_HTL + torch.einsum("thr,lr->htl", q_THR.float(), key_LR.float())) * scale
     is_of_NT, place_T = _members(query_starts_N1, len(q_THD))
     is_of_NL, place_L = _members(key_starts_N1, len(kv_LHE))
+    v_LHV = v_LHV.masked_fill(~is_of_NL.any(0)[:, None, None], 0.0)  # of padding: may be NaN
     seen_TL = (is_of_NT.float().T @ is_of_NL.float()) > 0
     if is_causal:
         seen_TL &= place_L <= place_T[:, None]
@@ -256,11 +257,25 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class AbsorbedTokens:
+    """Tokens of chunks that attend as decodes do: those behind a cached prefix. Found on the
+    device, so that a graph can hold them."""
+
+    rows_T: Tensor
+    kv_lens_T: Tensor  # int32: what the token sees; 0: it is none of them
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What `prefill` needs beside its tensors, the same for all layers of a step."""
+    """What `prefill` needs beside its tensors, the same for all layers of a step.
+
+    What the cache knows from before the step is attended to in pieces, which the host cuts, or
+    through `absorbed`.
+    """
 
     query_starts_N1: Tensor  # of the entries behind the decodes, from the first of their tokens
-    pieces: tuple[_Piece, ...]  # what the cache knows of them from before the step
+    pieces: tuple[_Piece, ...] = ()
+    absorbed: AbsorbedTokens | None = None
 
 
 def prefill_plan(batch: ForwardBatch, block_size: int) -> PrefillPlan:
@@ -274,7 +289,9 @@ def prefill_plan(batch: ForwardBatch, block_size: int) -> PrefillPlan:
 def plan_prefill(
     batch: ForwardBatch, block_size: int, piece_tokens: int = PIECE_TOKENS
 ) -> PrefillPlan:
-    """From numbers that the host knows: nothing waits for the device."""
+    """From numbers that the host knows, or on the device: nothing waits for it."""
+    if batch.cached_lens is None:
+        return _plan_on_device(batch)
     lens = np.array(batch.cached_lens, np.int32)
     assert len(lens) == batch.num_entries - batch.num_decodes, batch.cached_lens
     assert (lens >= 0).all(), batch.cached_lens
@@ -302,6 +319,22 @@ def plan_prefill(
     return PrefillPlan(query_starts_N1, tuple(pieces))
 
 
+def _plan_on_device(batch: ForwardBatch) -> PrefillPlan:
+    first, num_tokens = batch.num_decodes, batch.num_tokens - batch.num_decodes
+    query_starts_N1 = batch.query_starts_N1[first:] - first
+    token_T = torch.arange(num_tokens, dtype=torch.int32, device=query_starts_N1.device)
+    # Padding behind the last chunk: of the last entry, which has no tokens and so no prefix.
+    entry_T = torch.searchsorted(query_starts_N1[1:].contiguous(), token_T, right=True)
+    entry_T = entry_T.clamp(max=batch.num_entries - first - 1)
+    has_prefix_N = batch.kv_lens_N[first:] > query_starts_N1.diff()
+    sees_T = (batch.positions_T[first:] + 1).int()
+    absorbed = AbsorbedTokens(
+        rows_T=batch.rows_N[first:][entry_T],
+        kv_lens_T=torch.where(has_prefix_N[entry_T], sees_T, 0),
+    )
+    return PrefillPlan(query_starts_N1, absorbed=absorbed)
+
+
 def cached(cache_BSA: Tensor, slots_T: Tensor, dtype: torch.dtype) -> Tensor:
     """What the cache holds in these slots: kv_TA."""
     return cache_BSA.view(-1, cache_BSA.shape[2]).index_select(0, slots_T).to(dtype)
@@ -319,7 +352,8 @@ def prefill(
     max_query_len: int,
     attend_op: Callable[..., None] = mla_attend,
 ) -> Tensor:
-    """out_THV of the tokens behind the decodes, which `kv_TA` says as `mla_write` does.
+    """out_THV of the tokens behind the decodes, which `kv_TA` says as `mla_write` does. Those that
+    the plan has as absorbed see no cached prefix here: they are the caller's.
 
     `weight_HEC` projects latents to keys and values.
     """

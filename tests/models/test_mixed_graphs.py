@@ -1,0 +1,124 @@
+"""A step of decodes and prompts as graphs capture it, padded and built on the device, gives the
+same as alone and leaves the same behind.
+
+There is no capture without a GPU: what would be captured runs anew for each replay.
+"""
+
+import numpy as np
+import pytest
+import torch
+from graph_steps import Repeats, blocks_each, make_runner, plan_of
+from tiny_models import make_checkpoint
+
+from penstock.runtime.mixed_graphs import MixedGraphs, mixed_shapes
+from penstock.runtime.model_runner import ModelRunner
+from penstock.types.step import LateInputs, RanAs
+
+ARCHITECTURES = ("llama", "gpt_oss", "qwen3_next", "deepseek_v3", "qwen3_moe")
+SHAPES = mixed_shapes([(2, 8), (4, 16), (7, 48)], [16, 32])
+LENGTHS = {0: 20, 1: 21, 2: 5, 3: 11, 4: 3, 5: 3, 6: 30}
+# (row, first token, end); behind a row's text they are decodes.
+STEPS = [
+    [(0, 0, 16)],  # as large as its graph
+    [(2, 0, 5), (1, 0, 7), (0, 16, 20)],  # one that does not sample yet
+    [(0, 20, 21), (1, 7, 15)],  # a decode beside a chunk behind a cached prefix; neither fills up
+    [(0, 21, 22), (2, 5, 6), (1, 15, 21), (3, 0, 9)],  # middle and last chunks, fresh and not
+    [(0, 22, 23), (1, 21, 22), (2, 6, 7), (3, 9, 11), (4, 0, 3), (5, 0, 3)],
+    [(0, 23, 24), (1, 22, 23), (2, 7, 8), (3, 11, 12), (6, 0, 25)],  # one that does not sample
+    [(row, start, start + 1) for row, start in ((0, 24), (1, 23), (2, 8), (3, 12), (4, 3))],
+    [(0, 25, 26), (6, 25, 30)],
+]
+
+
+def with_graphs(runner: ModelRunner, max_prefix: int | None = None) -> MixedGraphs:
+    graphs = MixedGraphs(
+        lambda shape: runner.padded_step(shape, 64),
+        SHAPES[:2],
+        SHAPES[2:],
+        runner._rows,
+        Repeats(),
+        runner._model.shortened,
+        max_prefix,
+    )
+    graphs.capture()
+    while graphs.capture_next():
+        pass
+    runner._prompt_graphs = graphs
+    return graphs
+
+
+def texts(lengths: dict[int, int]) -> dict[int, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {row: random.integers(3, 90, num, np.int32) for row, num in lengths.items()}
+
+
+def assert_same_state(one: ModelRunner, other: ModelRunner) -> None:
+    """Rows but the padding one, and cache blocks but block 0, whose content is nobody's."""
+    assert torch.equal(one._rows.lengths_R, other._rows.lengths_R)
+    assert torch.equal(one._rows.last_tokens_R, other._rows.last_tokens_R)
+    for layer, same in zip(one._model.cache_layers(), other._model.cache_layers(), strict=True):
+        planes = [
+            (x, getattr(same, name))
+            for name, x in vars(layer).items()
+            if "_BKSD" in name or "_BSA" in name or "_SPF" in name or "_SVKD" in name
+        ]
+        assert planes
+        for want, got in planes:
+            torch.testing.assert_close(got[1:], want[1:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_mixed_steps_give_the_same_logits_and_leave_the_same_state(architecture, tmp_path):
+    make_checkpoint(tmp_path, architecture)
+    plain, padded = make_runner(tmp_path), make_runner(tmp_path)
+    plain._cpu_graphs = padded._cpu_graphs = None
+    with_graphs(padded)
+    text = texts(LENGTHS)
+    for number, parts in enumerate(STEPS):
+        plan = plan_of(number, text, parts, blocks_each(plain))
+        for runner in (plain, padded):
+            runner.forward(plan)
+        want, got = plain._forwarded[number], padded._forwarded[number]
+        has_prompts = plan.num_decodes < plan.num_entries
+        assert got.ran_as is (RanAs.GRAPH if has_prompts else RanAs.EAGER)
+        assert np.array_equal(want.rows, got.rows)
+        assert torch.equal(want.rows_L, got.rows_L) and torch.equal(want.kv_lens_L, got.kv_lens_L)
+        if len(want.rows):
+            torch.testing.assert_close(got.logits_LV, want.logits_LV, atol=1e-5, rtol=1e-5)
+        results = [runner.sample(number, LateInputs()).wait() for runner in (plain, padded)]
+        assert np.array_equal(*(result.token_ids for result in results))
+        assert results[1].ran_as is got.ran_as
+        assert_same_state(plain, padded)
+
+
+def test_what_no_graph_has_room_for_runs_without_one(tmp_path):
+    make_checkpoint(tmp_path, "llama")
+    runner = make_runner(tmp_path)
+    graphs = with_graphs(runner, max_prefix=16)
+    text = texts({row: 40 for row in range(8)} | {8: 1})
+
+    def fits(*parts: tuple[int, int, int]) -> bool:
+        return graphs.fits(plan_of(0, text, list(parts), blocks_each(runner)))
+
+    decodes = [(row, 40, 41) for row in range(7)]
+    assert fits(*decodes, (7, 0, 40)) and not fits(*decodes, (8, 1, 2), (7, 0, 40))
+    assert fits((7, 0, 32)) and not fits((7, 0, 33))  # without decodes
+    assert fits((0, 40, 41), (7, 16, 20)) and not fits((0, 40, 41), (7, 17, 20))
+    assert not fits((0, 40, 42), (7, 0, 8))  # a decode of two tokens
+    sixteen = {row: np.ones(2, np.int32) for row in range(16)}
+    chunks = [(row, 0, 1) for row in range(16)]
+    assert graphs.fits(plan_of(0, sixteen, chunks[:15], [1]))
+    assert not graphs.fits(plan_of(0, sixteen, chunks, [1]))
+
+
+def test_prompt_logprobs_come_from_a_step_without_a_graph(tmp_path):
+    make_checkpoint(tmp_path, "llama")
+    runner = make_runner(tmp_path)
+    with_graphs(runner)
+    text = texts({0: 6, 1: 6})
+    asked = plan_of(0, text, [(0, 0, 6)], blocks_each(runner), prompt_logprobs=1)
+    runner.forward(asked)
+    result = runner.sample(0, LateInputs()).wait()
+    assert result.ran_as is RanAs.EAGER and len(result.prompt_logprobs[0].token_ids) == 5
+    runner.forward(plan_of(1, text, [(0, 6, 7), (1, 0, 6)], blocks_each(runner)))  # decodes by now
+    assert runner.sample(1, LateInputs()).wait().ran_as is RanAs.GRAPH
