@@ -131,7 +131,7 @@ def check_parity(folder: Path) -> None:
                 f" all within {worst_gap:.4f} of its best (bf16 error {rough_error:.4f})",
             )
         counters = engine.counters
-        expect(engine.loop._executor._runner.num_graph_replays > 0, f"{name}: graphs replayed")
+        expect(counters.graph_replays > 0, f"{name}: graphs replayed")
         expect(counters.max_steps_in_flight == 2, f"{name}: two steps in flight")
         expect(counters.prefill_chunks > len(prompts) + 1, f"{name}: prompts were chunked")
         expect(counters.used_blocks == 0, f"{name}: pool empty afterwards")

@@ -7,15 +7,17 @@ There is no capture without a GPU: what would be captured runs anew for each rep
 import numpy as np
 import pytest
 import torch
-from graph_steps import Repeats, blocks_each, make_runner, plan_of
+from graph_steps import BLOCK, Repeats, blocks_each, make_runner, plan_of
+from local_engine import LocalEngine
 from tiny_models import make_checkpoint
 
-from penstock.runtime.mixed_graphs import MixedGraphs, mixed_shapes
+from penstock.runtime.mixed_graphs import MixedGraphs
 from penstock.runtime.model_runner import ModelRunner
+from penstock.runtime.step_layout import StepShape
 from penstock.types.step import LateInputs, RanAs
 
 ARCHITECTURES = ("llama", "gpt_oss", "qwen3_next", "deepseek_v3", "qwen3_moe")
-SHAPES = mixed_shapes([(2, 8), (4, 16), (7, 48)], [16, 32])
+SHAPES = [StepShape(*sizes) for sizes in ((7, 48), (0, 32), (4, 16), (0, 16), (2, 8))]
 LENGTHS = {0: 20, 1: 21, 2: 5, 3: 11, 4: 3, 5: 3, 6: 30}
 # (row, first token, end); behind a row's text they are decodes.
 STEPS = [
@@ -122,3 +124,34 @@ def test_prompt_logprobs_come_from_a_step_without_a_graph(tmp_path):
     assert result.ran_as is RanAs.EAGER and len(result.prompt_logprobs[0].token_ids) == 5
     runner.forward(plan_of(1, text, [(0, 6, 7), (1, 0, 6)], blocks_each(runner)))  # decodes by now
     assert runner.sample(1, LateInputs()).wait().ran_as is RanAs.GRAPH
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next", "deepseek_v3"])
+def test_an_engine_gives_the_same_tokens_with_mixed_steps_in_graphs(architecture, tmp_path):
+    make_checkpoint(tmp_path, architecture)
+    random = np.random.default_rng(3)
+    prompts = [random.integers(3, 90, num).tolist() for num in (3, 30, 9, 1, 17, 40)]
+    outputs = []
+    for has_graphs in (False, True):
+        engine = LocalEngine(
+            tmp_path, device="cpu", dtype="float32", attn_backend="reference", max_batch_size=7,
+            max_num_tokens=48, max_seq_len=64,
+            scheduler_config={"max_prompt_tokens_beside_decodes": 12},
+            kv_cache_config={"tokens_per_block": BLOCK, "max_tokens": 1024},
+        )  # fmt: skip
+        runner = engine.loop._executor._runner
+        runner._cpu_graphs = None
+        if has_graphs:
+            with_graphs(runner)
+        ids = []
+        for prompt in prompts:  # each comes while those before it decode
+            ids.append(engine.submit(prompt, 12))
+            engine.turn()
+            engine.turn()
+        engine.run()
+        outputs.append([engine.tokens(rid) for rid in ids])
+        counted = engine.counters
+        ran = (counted.mixed_graph_steps, counted.mixed_eager_steps)
+        assert (min(ran), max(ran) > 5) == (0, True) and (ran[0] > 0) == has_graphs
+        assert counted.prefill_graph_steps + counted.mixed_graph_steps == counted.graph_replays
+    assert outputs[0] == outputs[1]

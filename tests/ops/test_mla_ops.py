@@ -7,10 +7,12 @@ prompt must give that one result.
 # Q queries and L keys of one sequence, H heads, C latent size, R rotated channels, D others of a
 # key, V value size
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import AttentionCase, decodes, make_attention
+from op_cases import AttentionCase, decodes, make_attention, prefills
 from torch import Tensor
 
 from penstock.kernels.attention.mla import (
@@ -141,3 +143,34 @@ def test_both_orders_of_rotated_channels_give_the_same_scores() -> None:
     pairs_q, pairs = mla_write(q[:, :, order], pairs, *args, True)
     torch.testing.assert_close(pairs_q, halves_q)
     torch.testing.assert_close(pairs, halves)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+def test_chunks_in_a_graph_attend_to_their_prefix_as_decodes_do(impl: str) -> None:
+    """What the host does not know is found on the device: which tokens have a prefix."""
+    case = prefills((20, 20), (5, 37), (1, 60), (3, 3), (0, 0), block_size=BLOCK)
+    latents = Latents(case)
+    batch = replace(latents.batch, cached_lens=None)
+    attend = mla_attend.reference if impl == "reference" else mla_attend.implementations()[impl].run
+    decode = mla_decode.reference if impl == "reference" else mla_decode.implementations()[impl].run
+    plan = plan_prefill(batch, BLOCK)
+    assert plan.absorbed is not None and plan.pieces == ()
+    behind = [position + 1 for position in (*range(32, 37), 59)]
+    assert plan.absorbed.kv_lens_T.tolist() == [0] * 20 + behind + [0] * 3
+    q_THD, q_THR = latents.q_THK.split((NOPE, ROPE), dim=2)
+    kv_TA = cached(latents.cache_BSA, batch.slots_T, torch.float32)
+    weights = latents.weight_HEC
+    own_THV = prefill(
+        q_THD, q_THR, kv_TA, weights, latents.cache_BSA, plan, VALUE, SCALE, batch.max_query_len,
+        attend,
+    )  # fmt: skip
+    keys_HDC, values_HVC = weights.split((NOPE, VALUE), dim=1)
+    out_THC = decode(
+        torch.einsum("thd,hdc->thc", q_THD, keys_HDC), q_THR, latents.cache_BSA,
+        plan.absorbed.rows_T, plan.absorbed.kv_lens_T, batch.block_table_RM, SCALE,
+        batch.max_kv_len,
+    )  # fmt: skip
+    absorbed_THV = torch.einsum("thc,hvc->thv", out_THC, values_HVC)
+    is_behind_T11 = (plan.absorbed.kv_lens_T > 0)[:, None, None]
+    found = torch.where(is_behind_T11, absorbed_THV, own_THV)
+    torch.testing.assert_close(found, latents.expected(), atol=1e-5, rtol=1e-5)

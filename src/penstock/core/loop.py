@@ -61,9 +61,11 @@ class EngineLoop:
         counters: EngineCounters,
         depth: int,
         clock: Callable[[], float],
-        describe: Callable[[StepPlan, float], IterationStats],
+        describe: Callable[[StepPlan, StepResult, float], IterationStats],
         late_inputs: Callable[[StepPlan], LateInputs] = lambda plan: LateInputs(),
+        when_idle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`when_idle`: a bit of work that can wait; a request that comes meanwhile waits for it."""
         self._scheduler = scheduler
         self._executor = executor
         self._inbox = inbox
@@ -73,6 +75,7 @@ class EngineLoop:
         self._clock = clock
         self._describe = describe
         self._late_inputs = late_inputs
+        self._when_idle = when_idle
         self._steps: deque[_Step] = deque()
         self._iterations: deque[IterationStats] = deque(maxlen=_MAX_ITERATIONS_KEPT)
         self._stats_due = clock()
@@ -89,7 +92,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Launch one step if there is room for it, else commit the oldest in flight."""
-        self._receive(self._patience_ms)
+        has_come, patience_ms = self._receive(self._patience_ms), self._patience_ms
         self._patience_ms = 0
         plan = self._scheduler.plan() if self._may_launch() else None
         self._publish(self._scheduler.take_refused())
@@ -97,15 +100,21 @@ class EngineLoop:
             self._launch(plan)
         elif self._steps:
             self._commit()
-        else:  # nothing to do before a message comes, or a gate opens
-            self._patience_ms = _GATE_WAIT_MS if self._scheduler.has_work else _IDLE_WAIT_MS
-            if self._iterations and not self._scheduler.has_work:
+        elif self._scheduler.has_work:  # nothing to do before a gate opens
+            self._patience_ms = _GATE_WAIT_MS
+        else:  # or before a message comes
+            self._patience_ms = _IDLE_WAIT_MS
+            if self._iterations:
                 self._stats_due = self._clock()  # or an ended request would be told as running
+            if not has_come and patience_ms == _IDLE_WAIT_MS:
+                self._when_idle()
         self._report()
 
-    def _receive(self, timeout_ms: int) -> None:
+    def _receive(self, timeout_ms: int) -> bool:
+        """Whether anything has come."""
+        has_come = False
         while (message := self._inbox.receive(timeout_ms)) is not None:
-            timeout_ms = 0
+            timeout_ms, has_come = 0, True
             match message:
                 case Submit(requests=requests):
                     ended = [self._scheduler.add(request) for request in requests]
@@ -116,6 +125,7 @@ class EngineLoop:
                 case _:
                     raise AssertionError(f"{type(message).__name__} is not for the loop")
             self._publish([delta for delta in ended if delta is not None])
+        return has_come
 
     def _may_launch(self) -> bool:
         # A step that has not been sampled yet feeds nothing to the next one.
@@ -138,7 +148,7 @@ class EngineLoop:
         assert step.handle is not None
         result = step.handle.wait()
         self._publish(self._scheduler.commit(result))
-        self._iterations.append(self._describe(step.plan, step.started))
+        self._iterations.append(self._describe(step.plan, result, step.started))
         if self._steps and self._steps[0].handle is None:
             self._sample(self._steps[0])
 

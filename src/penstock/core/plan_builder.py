@@ -64,6 +64,11 @@ class PlanBuilder:
             )
         )
 
+    def limit_chunks(self, num_tokens: int) -> None:
+        """From here on: no more than so many tokens where there are decodes."""
+        for dp_rank in {entry.dp_rank for entry in self._decodes + self._drafted}:
+            self.budgets[dp_rank] = min(self.budgets[dp_rank], num_tokens)
+
     def decode(self, seq: Sequence, num_drafts: int, max_kv_len: int) -> None:
         entries, num_tokens = self._drafted if num_drafts else self._decodes, 1 + num_drafts
         self._add(entries, seq, FROM_DEVICE, num_tokens, num_tokens, max_kv_len)

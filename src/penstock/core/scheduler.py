@@ -6,6 +6,7 @@ that comes for a sequence which has ended or was preempted meanwhile is dropped.
 """
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from penstock.config.run import QueuePolicy, RunConfig
@@ -35,11 +36,14 @@ class Scheduler:
         counters: EngineCounters,
         *,
         max_in_flight_per_sequence: int | None = None,
+        chunk_limit: Callable[[], int] | None = None,
     ) -> None:
+        """`chunk_limit`: the most prompt tokens of a step that also decodes."""
         self._config = config
         self._kvs = tuple(kvs)
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
+        self._chunk_limit = chunk_limit or (lambda: config.max_num_tokens)
         self._gates: list[Gate] = []
         self._followers: list[Follower] = []
         self._refused: list[TokenDelta] = []  # by gates, until they are taken
@@ -120,6 +124,7 @@ class Scheduler:
         self._preempt_leaving(builder)
         is_due = self._preempt_for_tenant(builder)
         self._plan_decodes(builder)
+        builder.limit_chunks(self._chunk_limit())
         if is_due:
             self._admit(builder)  # before prompts under way take all of the budget once more
         self._plan_chunks(builder)

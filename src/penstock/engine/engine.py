@@ -10,13 +10,14 @@ from penstock import log
 from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
+from penstock.core.chunk_limit import ChunkLimit
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
 from penstock.core.scheduler import Scheduler
 from penstock.engine.cache_groups import cache_group
 from penstock.engine.grammars import Grammars
-from penstock.engine.iteration import describe_step
+from penstock.engine.iteration import count_step, describe_step
 from penstock.engine.mailbox import Mailbox
 from penstock.hub.folder import local_folder
 from penstock.hub.generation_config import sampling_defaults
@@ -37,7 +38,7 @@ from penstock.types.cache_spec import CacheSize
 from penstock.types.request import client_of
 from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
-from penstock.types.step import StepPlan
+from penstock.types.step import StepPlan, StepResult
 
 _log = log.get(__name__)
 
@@ -95,7 +96,13 @@ class Engine:
         config, counters = self.config, EngineCounters(engines=1)
         sizes = zip(loaded.groups, cache.num_blocks, strict=True)
         groups = [cache_group(group, num, config) for group, num in sizes]
-        self.scheduler = Scheduler(config, [KVManager(groups, cache.num_host_blocks)], counters)
+        chunk_limit = ChunkLimit(config.tokens_beside_decodes, config.max_num_tokens)
+        self.scheduler = Scheduler(
+            config,
+            [KVManager(groups, cache.num_host_blocks)],
+            counters,
+            chunk_limit=lambda: chunk_limit.num_tokens,
+        )
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
         self.grammars = Grammars(asked, self.spec)
         self.scheduler.add_gate(self.grammars)
@@ -103,13 +110,16 @@ class Engine:
 
         num_described = 0
 
-        def describe(plan: StepPlan, started: float) -> IterationStats:
+        def describe(plan: StepPlan, result: StepResult, started: float) -> IterationStats:
             nonlocal num_described
-            counters.graph_replays = runner.num_graph_replays
+            count_step(counters, plan, result)
             seconds = time.monotonic() - started
+            chunk_limit.observe(plan, seconds)
             num_accepted = counters.accepted_tokens - num_described
             num_described += num_accepted
-            return describe_step(plan, counters, config, seconds, runner.device_bytes, num_accepted)
+            return describe_step(
+                plan, result, counters, config, seconds, runner.device_bytes, num_accepted
+            )
 
         self.loop = EngineLoop(
             self.scheduler,
@@ -121,6 +131,7 @@ class Engine:
             time.monotonic,
             describe,
             self.grammars.late_inputs,
+            when_idle=runner.when_idle,
         )
 
     def _info(

@@ -1,14 +1,24 @@
-"""`describe_step`: one iteration's figures, of the plan and the counters after its commit."""
+"""One iteration's figures, of the plan and the counters after its commit; and how it is counted."""
 
 import time
 
 from penstock.config.run import RunConfig
 from penstock.types.stats import EngineCounters, IterationStats
-from penstock.types.step import StepPlan
+from penstock.types.step import RanAs, StepPlan, StepResult
+
+
+def count_step(counters: EngineCounters, plan: StepPlan, result: StepResult) -> None:
+    """By its kind and how it ran; one that failed has not run."""
+    if result.error is not None:
+        return
+    counters.graph_replays += result.ran_as is RanAs.GRAPH
+    name = f"{plan.kind}_{result.ran_as}_steps"
+    setattr(counters, name, getattr(counters, name) + 1)
 
 
 def describe_step(
     plan: StepPlan,
+    result: StepResult,
     counters: EngineCounters,
     config: RunConfig,
     seconds: float,
@@ -39,4 +49,6 @@ def describe_step(
         num_drafting=int((num_drafts > 0).sum()),
         num_drafted=int(num_drafts.sum()),
         num_accepted=num_accepted,
+        kind=plan.kind,
+        ran_as=result.ran_as,
     )

@@ -72,6 +72,8 @@ def as_trtllm(stats: IterationStats) -> dict[str, Any]:
             "numGenRequests": stats.num_generation,
             "numCtxTokens": stats.num_context_tokens,
         },
+        "stepKind": stats.kind,
+        "ranAs": stats.ran_as,
     }
     if stats.num_drafting:
         listed["specDecodingStats"] = {

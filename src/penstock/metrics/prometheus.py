@@ -67,6 +67,16 @@ _HELP: Mapping[str, str] = {  # fields of `EngineCounters`
     "total_blocks": "KV blocks of the cache, used or free",
     "engines": "Engines that are up; fewer than data_parallel_size while one is started again",
 }
+_STEPS_HELP = "Engine steps by what they held and how they ran; those that failed do not count"
+_STEPS: Mapping[str, tuple[str, str]] = {  # fields that are one metric: kind, ran_as
+    "decode_graph_steps": ("decode", "graph"),
+    "decode_cpu_graph_steps": ("decode", "cpu_graph"),
+    "decode_eager_steps": ("decode", "eager"),
+    "prefill_graph_steps": ("prefill", "graph"),
+    "prefill_eager_steps": ("prefill", "eager"),
+    "mixed_graph_steps": ("mixed", "graph"),
+    "mixed_eager_steps": ("mixed", "eager"),
+}
 _EXPOSED_AS: Mapping[str, str] = {  # fields whose metric has another name, which users have
     "swapped_out_blocks": "kept_blocks",
     "swapped_in_blocks": "fetched_blocks",
@@ -120,10 +130,13 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         counters = self._counters()
         for field in fields(EngineCounters):
+            if field.name in _STEPS:
+                continue
             value = getattr(counters, field.name)
             own_name = f"penstock_{_EXPOSED_AS.get(field.name, field.name)}"
             for name in (own_name, *_COUNTER_ALIASES.get(field.name, ())):
                 yield self._family(name, _HELP[field.name], value, is_gauge=field.name in _GAUGES)
+        yield self._steps(counters)
         usage = counters.used_blocks / counters.total_blocks if counters.total_blocks else 0.0
         queried = counters.prefix_query_tokens
         for name in ("trtllm_kv_cache_utilization", "vllm:kv_cache_usage_perc"):
@@ -132,6 +145,13 @@ class EngineCollector(Collector):
         hit_rate = counters.prefix_hit_tokens / queried if queried else 0.0
         help = "Share of the prompt tokens looked up since start that the prefix cache had, 0 to 1"
         yield self._family("trtllm_kv_cache_hit_rate", help, hit_rate, is_gauge=True)
+
+    def _steps(self, counters: EngineCounters) -> Metric:
+        labels = ["model_name", "kind", "ran_as"]
+        family = CounterMetricFamily("penstock_steps_by_kind", _STEPS_HELP, labels=labels)
+        for field, (kind, ran_as) in _STEPS.items():
+            family.add_metric([self._model_name, kind, ran_as], getattr(counters, field))
+        return family
 
     def _family(self, name: str, help: str, value: float, *, is_gauge: bool) -> Metric:
         kind = GaugeMetricFamily if is_gauge else CounterMetricFamily

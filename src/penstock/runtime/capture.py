@@ -9,7 +9,7 @@ from penstock.config.run import RunConfig
 from penstock.layers.decoder import Decoder
 from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs, GraphPool, PromptGraphs
 from penstock.runtime.input_batch import Rows
-from penstock.runtime.mixed_graphs import MixedGraphs, mixed_shapes
+from penstock.runtime.mixed_graphs import MixedGraphs, shapes_at_start, shapes_when_idle
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.timeline import Timeline
 
@@ -67,8 +67,8 @@ def mixed_graphs(
     prefixes = [layer.max_captured_prefix for layer in model.cache_layers()]
     return MixedGraphs(
         lambda shape: runner.padded_step(shape, max_kv_len),
-        mixed_shapes(config.graph_mixes, config.graph_token_sizes),
-        mixed_shapes(config.graph_mixes_when_idle),
+        shapes_at_start(config),
+        shapes_when_idle(config),
         rows,
         pool,
         model.shortened,

@@ -33,11 +33,19 @@ from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cache_groups import group_layers
 from penstock.runtime.capture import captures_chunks
 from penstock.runtime.graphs import chunk_inputs
+from penstock.runtime.mixed_graphs import all_shapes
 from penstock.runtime.model_loader import load_model, most_weight_bytes
 from penstock.runtime.profile_steps import eager_decodes, eager_sizes
 from penstock.runtime.rank import trial_cache, wire_runner
+from penstock.runtime.step_layout import StepShape
 from penstock.runtime.timeline import Timeline
-from penstock.runtime.warmup import run_decodes, run_sizes, run_steps, warm_up_sampling
+from penstock.runtime.warmup import (
+    run_decodes,
+    run_padded,
+    run_sizes,
+    run_steps,
+    warm_up_sampling,
+)
 from penstock.types.model_spec import ModelSpec
 
 _MIN_CPUS = 6  # fewer would make the processes wait for each other
@@ -55,6 +63,7 @@ class WarmupPart:
     eager_sizes: tuple[int, ...] = ()  # tokens of prefill steps
     batch_sizes: tuple[int, ...] = ()  # of decode steps, in graphs or not
     token_sizes: tuple[int, ...] = ()  # of graphs of prefill steps
+    shapes: tuple[StepShape, ...] = ()  # of graphs of any mix, in place of those
 
 
 class CompileTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,21 +141,25 @@ def _warm_up(parts: Sequence[WarmupPart], config: RunConfig, spec: ModelSpec) ->
         run_decodes(runner, model, rows, config.max_seq_len, part.batch_sizes)
         for size in part.token_sizes if captures_chunks(model) else ():
             chunks(chunk_inputs(rows, size))
+        run_padded(runner, model, rows, config.max_seq_len, part.shapes)
 
 
 def _parts(config: RunConfig) -> list[WarmupPart]:
     """Of about equal length, those with most kernels first. Steps of as many tokens take mostly the
     same kernels, in graphs or not."""
+    token_sizes = () if config.graph_mixes else config.graph_token_sizes
     prompts = [
         WarmupPart(
             eager_sizes=sizes,
-            token_sizes=tuple(n for n in config.graph_token_sizes if sizes[0] <= n <= sizes[-1]),
+            token_sizes=tuple(n for n in token_sizes if sizes[0] <= n <= sizes[-1]),
         )
         for sizes in _slices(eager_sizes(config), 3)
     ]
+    shapes = all_shapes(config)
+    mixes = [WarmupPart(shapes=tuple(shapes[i::2])) for i in range(2)] if shapes else []
     batch_sizes = config.graph_batch_sizes + eager_decodes(config)
     decodes = [WarmupPart(batch_sizes=sizes) for sizes in _slices(batch_sizes, 3)]
-    return [WarmupPart(has_steps=True), *prompts, *decodes, WarmupPart(has_sampling=True)]
+    return [WarmupPart(has_steps=True), *prompts, *mixes, *decodes, WarmupPart(has_sampling=True)]
 
 
 def _slices(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:

@@ -106,7 +106,6 @@ class DecodeGraphs:
         self._padding_row = rows.padding_row
         self._rows = decode_inputs(rows, max(sizes))
         self._captured: dict[int, Captured] = {}
-        self.num_replays = 0
 
     def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
@@ -120,7 +119,6 @@ class DecodeGraphs:
         assert size is not None
         padded = np.full(size, self._padding_row, np.int32)
         padded[: len(rows)] = rows
-        self.num_replays += 1
         logits_NV, kv_lens_N, rows_N = self._captured[size].replay(padded)
         return logits_NV[: len(rows)], kv_lens_N[: len(rows)], rows_N[: len(rows)]
 

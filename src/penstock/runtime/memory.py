@@ -22,6 +22,7 @@ _GIB = 2**30
 _SCORED_AT_ONCE = 256  # positions whose prompt log-probabilities are computed together
 _LIBRARY_BYTES = 32 * 2**20  # what native ops, torch and the C library keep, whatever the step
 _GRAPH_BASE_BYTES = 400 * 2**20  # workspaces and graph nodes; what was taken is logged
+_MIXED_LAYER_BYTES = 320 << 10  # nodes of one layer in one graph of a mix: 10 MiB for 32 layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +85,7 @@ def make_plan(
         budget = min(config.kv_cpu_bytes + for_states, left)
     else:
         if config.graph_batch_sizes:
-            largest = max(config.graph_batch_sizes[-1], *config.graph_token_sizes, 0)
-            share = largest / config.max_num_tokens
-            graphs = _GRAPH_BASE_BYTES + int(activations * min(1.0, share))
+            graphs = _graph_bytes(config, activations, sum(len(group.layers) for group in groups))
         budget = int(config.kv_memory_fraction * (free - activations - graphs))
         # Keys and values keep half of it, or all they may have.
         for_states = budget - min(budget // 2, budget if asked is None else asked * blocks[0])
@@ -129,6 +128,17 @@ def make_plan(
         states=states,
         process=process,
     )
+
+
+def _graph_bytes(config: RunConfig, activations: int, num_layers: int) -> int:
+    """Graphs share the memory of the largest; the nodes of mixes come on top, those that are
+    captured when idle included."""
+    largest = max(config.graph_batch_sizes[-1], *config.graph_token_sizes, 0)
+    share = min(1.0, largest / config.max_num_tokens)
+    largest_mix = max(map(sum, config.graph_mixes), default=0)  # may be padded beyond a step
+    num_mixes = len(config.graph_mixes) + len(config.graph_mixes_when_idle)
+    activations = int(activations * max(share, largest_mix / config.max_num_tokens))
+    return _GRAPH_BASE_BYTES + activations + num_mixes * num_layers * _MIXED_LAYER_BYTES
 
 
 def _num_host_blocks(
@@ -195,10 +205,20 @@ def fitted(config: RunConfig, size: CacheSize) -> RunConfig:
     """The same run with no more sequences at once than the cache has room for."""
     if size.max_rows >= config.max_batch_size:
         return config
-    graph_sizes = {min(num, size.max_rows) for num in config.graph_batch_sizes}
+    most = size.max_rows
+    graph_sizes = {min(num, most) for num in config.graph_batch_sizes}
     return replace(
-        config, max_batch_size=size.max_rows, graph_batch_sizes=tuple(sorted(graph_sizes))
+        config,
+        max_batch_size=most,
+        graph_batch_sizes=tuple(sorted(graph_sizes)),
+        graph_mixes=fitted_mixes(config.graph_mixes, most),
+        graph_mixes_when_idle=tuple(m for m in config.graph_mixes_when_idle if m[0] <= most),
     )
+
+
+def fitted_mixes(mixes: Sequence[tuple[int, int]], max_rows: int) -> tuple[tuple[int, int], ...]:
+    """In the same order, with no more decodes than there are rows."""
+    return tuple(dict.fromkeys((min(decodes, max_rows), tokens) for decodes, tokens in mixes))
 
 
 def longest_sequence(config: RunConfig, size: CacheSize) -> int:

@@ -4,23 +4,33 @@ Has not run on a GPU yet. Once it has, and is the default (`cuda_graph_config.en
 takes the place of `graphs.ChunkGraphs`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
+from penstock.config.run import RunConfig
 from penstock.runtime.graphs import Captured, GraphPool, GraphStep, Outputs
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.step_layout import MAX_CHUNKS, StepShape
 from penstock.types.step import StepPlan
 
 
-def mixed_shapes(
-    mixes: Iterable[tuple[int, int]], token_sizes: Iterable[int] = ()
-) -> list[StepShape]:
-    """Of steps with decodes, and of so many prompt tokens without any; the largest first."""
-    shapes = [StepShape(*mix) for mix in mixes] + [StepShape(0, size) for size in token_sizes]
-    return sorted(shapes, key=lambda s: (s.num_tokens, s.num_decodes), reverse=True)
+def shapes_at_start(config: RunConfig) -> list[StepShape]:
+    """Of mixes, and of prompts alone; the largest first."""
+    if not config.graph_mixes:
+        return []
+    prompts = [StepShape(0, size) for size in config.graph_token_sizes]
+    shapes = [StepShape(*mix) for mix in config.graph_mixes] + prompts
+    return sorted(shapes, key=_size, reverse=True)
+
+
+def shapes_when_idle(config: RunConfig) -> list[StepShape]:
+    return [StepShape(*mix) for mix in config.graph_mixes_when_idle]
+
+
+def all_shapes(config: RunConfig) -> list[StepShape]:
+    return shapes_at_start(config) + shapes_when_idle(config)
 
 
 class MixedGraphs:

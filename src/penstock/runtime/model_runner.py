@@ -155,10 +155,6 @@ class ModelRunner:
         )
 
     @property
-    def num_graph_replays(self) -> int:
-        return self._graphs.num_replays if self._graphs else 0
-
-    @property
     def device_bytes(self) -> int:
         """Device memory this process has taken, at most a second ago; 0 on a CPU."""
         if self._rows.device.type != "cuda":

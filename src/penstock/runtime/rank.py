@@ -19,11 +19,18 @@ from penstock.runtime.drafter import make_drafter
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.memory import MemoryPlan, cpu_activations, longest_sequence, make_plan
+from penstock.runtime.mixed_graphs import all_shapes
 from penstock.runtime.model_loader import load_model, max_row_tokens
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.profile_steps import eager_decodes, eager_sizes
 from penstock.runtime.timeline import Timeline
-from penstock.runtime.warmup import run_decodes, run_sizes, run_steps, warm_up_sampling
+from penstock.runtime.warmup import (
+    run_decodes,
+    run_padded,
+    run_sizes,
+    run_steps,
+    warm_up_sampling,
+)
 from penstock.sampling.sampler import Sampler
 from penstock.types.cache_spec import CacheSize
 from penstock.types.model_spec import ModelSpec
@@ -125,6 +132,7 @@ def finish_rank(
         with timeline.phase("warmup"):
             warm_up_sampling(loaded.model, loaded.mesh, loaded.device, config, spec)
             run_decodes(runner, loaded.model, rows, longest, eager_decodes(config))
+            run_padded(runner, loaded.model, rows, longest, all_shapes(config))
         if config.graph_batch_sizes:
             planned = loaded.memory.graphs
             capture_graphs(runner, rows, loaded.model, config, longest, planned, timeline)

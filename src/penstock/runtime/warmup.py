@@ -21,6 +21,7 @@ from penstock.runtime.profile_steps import (
     prompt_step,
     short_steps,
 )
+from penstock.runtime.step_layout import StepShape
 from penstock.sampling.sampler import Sampler
 from penstock.types.model_spec import ModelSpec
 from penstock.types.sampling import SamplingParams
@@ -59,6 +60,21 @@ def run_decodes(
     with model.shortened():
         for size in sizes:
             step(decode_inputs(rows, size))
+
+
+def run_padded(
+    runner: ModelRunner,
+    model: Decoder,
+    rows: Rows,
+    max_kv_len: int,
+    shapes: Sequence[StepShape],
+) -> None:
+    """Steps as graphs capture them, of padding alone: no capture compiles a kernel afterwards, not
+    even one that waits until the server is idle."""
+    with model.shortened():
+        for shape in shapes:
+            packed = torch.from_numpy(shape.padding(rows.padding_row))
+            runner.padded_step(shape, max_kv_len)(packed.to(rows.device))
 
 
 @torch.inference_mode()

@@ -22,6 +22,14 @@ class EngineCounters:
     swapped_in_blocks: int = 0  # and back
     max_steps_in_flight: int = 0
     graph_replays: int = 0
+    # Steps by what they held and how they ran (`types.step.RanAs`).
+    decode_graph_steps: int = 0
+    decode_cpu_graph_steps: int = 0
+    decode_eager_steps: int = 0
+    prefill_graph_steps: int = 0
+    prefill_eager_steps: int = 0
+    mixed_graph_steps: int = 0
+    mixed_eager_steps: int = 0
     finished: int = 0
     aborted: int = 0
     failed: int = 0
@@ -71,3 +79,5 @@ class IterationStats:
     num_drafting: int = 0  # decodes with drafted tokens
     num_drafted: int = 0  # tokens
     num_accepted: int = 0  # of these
+    kind: str = "decode"  # "prefill", "mixed": both
+    ran_as: str = "eager"  # `types.step.RanAs`

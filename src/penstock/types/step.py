@@ -107,6 +107,13 @@ class StepPlan:
         return len(self.rows)
 
     @property
+    def kind(self) -> str:
+        """What it holds: "decode", "prefill" or "mixed"."""
+        if self.num_decodes == self.num_entries:
+            return "decode"
+        return "mixed" if self.num_decodes else "prefill"
+
+    @property
     def has_drafts(self) -> bool:
         return bool((self.num_tokens[: self.num_decodes] > 1).any())
 

@@ -1,5 +1,7 @@
 """Which batch sizes get a CUDA graph."""
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,3 +64,38 @@ def test_sizes_ascend_and_end_at_the_largest_possible_batch(largest, limit, padd
     sizes = CudaGraphConfig(max_batch_size=largest, enable_padding=padding).sizes(limit)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[0] == 1 and sizes[-1] == min(largest, limit)
+
+
+def smallest(mixes: Iterable[tuple[int, int]], decodes: int, tokens: int) -> int:
+    """Tokens of the smallest captured mix that holds this one."""
+    return min(sum(mix) for mix in mixes if decodes <= mix[0] and tokens <= mix[1])
+
+
+@given(decodes=st.integers(1, 512), tokens=st.integers(1, 512))
+def test_every_mix_of_512_decodes_and_512_prompt_tokens_has_a_graph(decodes, tokens):
+    at_start, when_idle = CudaGraphConfig(enable_mixed=True).mixes(2048, 8192)
+    assert smallest(at_start, decodes, tokens) <= 2 * (decodes + tokens) + 48
+    assert smallest(at_start + when_idle, decodes, tokens) <= 1.5 * (decodes + tokens) + 40
+
+
+@given(max_rows=st.integers(1, 3000), max_num_tokens=st.integers(1, 9000), data=st.data())
+def test_within_any_limits_every_mix_has_a_graph(max_rows, max_num_tokens, data):
+    at_start, when_idle = CudaGraphConfig(enable_mixed=True).mixes(max_rows, max_num_tokens)
+    decodes = data.draw(st.integers(1, min(max_rows, 512)))
+    tokens = data.draw(st.integers(1, min(max_num_tokens, 512)))
+    assert smallest(at_start, decodes, tokens)
+    assert all(mix[0] <= max_rows and mix[1] <= max_num_tokens for mix in at_start + when_idle)
+    for mixes in (at_start, when_idle):
+        assert [sum(mix) for mix in mixes] == sorted(map(sum, mixes), reverse=True)
+    assert not set(at_start) & set(when_idle)
+
+
+def test_mixes_are_few_at_start_and_none_unless_asked_for():
+    at_start, when_idle = CudaGraphConfig(enable_mixed=True).mixes(2048, 8192)
+    assert len(at_start) == 29 and len(when_idle) == 48
+    assert CudaGraphConfig().mixes(2048, 8192) == ((), ())
+
+
+def test_mixes_without_padding_are_refused():
+    with pytest.raises(ValueError, match="enable_padding is false; leave one of the two out"):
+        CudaGraphConfig(enable_mixed=True, enable_padding=False)

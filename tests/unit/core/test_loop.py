@@ -191,3 +191,18 @@ def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_a
     assert seq.num_in_flight == 1 and len(engine.loop._steps) == 3
     engine.run_dry()
     assert engine.tokens[rid] == oracle((1, 2, 3), 8)
+
+
+def test_work_that_can_wait_is_done_when_nothing_came_for_a_while_and_once_a_wait():
+    engine = Engine()
+    done = []
+    engine.loop._when_idle = lambda: done.append(engine.scheduler.has_work)
+    for _ in range(3):
+        engine.loop.turn()
+    assert done == [False, False]  # not in the first turn, which has not waited yet
+    engine.submit(PROMPT)
+    engine.run_dry()
+    assert done == [False, False]  # neither while something runs nor in the turn that ends it
+    engine.loop.turn()
+    engine.loop.turn()
+    assert done == [False] * 3

@@ -11,7 +11,7 @@ from penstock.metrics.prometheus import ALIASES, exposition
 from penstock.types.stats import EngineCounters, IterationStats
 
 
-def make_iteration(number: int, **changes: int) -> IterationStats:
+def make_iteration(number: int, **changes: int | str) -> IterationStats:
     values = {
         name: 0
         for name in IterationStats.__dataclass_fields__
@@ -190,3 +190,16 @@ def test_a_step_with_drafts_says_what_they_brought():
         "numRequestsWithDraftTokens": 2,
         "acceptanceLength": 3.5,
     }
+
+
+def test_steps_are_counted_by_kind_and_how_they_ran():
+    counters = EngineCounters(mixed_graph_steps=7, mixed_eager_steps=1, decode_cpu_graph_steps=3)
+    samples = samples_of(make_metrics(counters))
+    by_kind = {key[1:]: n for key, n in samples.items() if key[0] == "penstock_steps_by_kind_total"}
+    assert by_kind[("mixed", "graph")] == 7 and by_kind[("mixed", "eager")] == 1
+    assert by_kind[("decode", "cpu_graph")] == 3 and by_kind[("prefill", "graph")] == 0
+    assert sum(by_kind.values()) == 11
+    [entry] = IterationLog(
+        lambda: [make_iteration(1, kind="mixed", ran_as="graph")], lambda _: None
+    ).take()
+    assert entry["stepKind"] == "mixed" and entry["ranAs"] == "graph"

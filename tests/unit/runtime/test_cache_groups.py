@@ -209,3 +209,26 @@ def test_ranks_agree_on_what_each_of_them_can_hold():
     assert agreed == CacheSize(num_blocks=(80, 40), max_rows=30, num_host_blocks=(6, 3))
     assert longest_sequence(CONFIG, agreed) == 256
     assert longest_sequence(CONFIG, replace(agreed, num_blocks=(5, 40))) == 64
+
+
+def test_graphs_of_mixes_are_part_of_the_plan_also_those_captured_later():
+    one = replace(GPU, graph_batch_sizes=(1, 64), max_num_tokens=1024)
+    mixed = replace(one, graph_mixes=((64, 512), (8, 32)), graph_mixes_when_idle=((8, 64),))
+
+    def graphs(config: RunConfig) -> int:
+        groups = group_layers(layers(None, None), config)
+        plan = make_plan(config, weights=0, activations=1 << 30, free=100 << 30, groups=groups)
+        return plan.graphs
+
+    largest = (64 + 512 - 64) / 1024 * (1 << 30)  # more than before, of the activations
+    assert graphs(mixed) - graphs(one) == largest + 3 * 2 * (320 << 10)
+
+
+def test_mixes_follow_when_fewer_sequences_fit():
+    config = replace(
+        GPU, graph_batch_sizes=(1, 100), graph_mixes=((100, 64), (32, 64), (8, 32)),
+        graph_mixes_when_idle=((96, 64), (16, 64)),
+    )  # fmt: skip
+    limited = fitted(config, CacheSize(num_blocks=(9,), max_rows=30))
+    assert limited.graph_mixes == ((30, 64), (8, 32))
+    assert limited.graph_mixes_when_idle == ((16, 64),)

@@ -51,7 +51,8 @@ def causal_conv(
         return torch.where((position >= 0)[..., None], from_step, from_past)
 
     token_T = torch.arange(num_tokens, device=x_TX.device)
-    entry_T = torch.searchsorted(ends_N, token_T, right=True)
+    # Tokens behind the last entry fill up a CUDA graph: whatever becomes of them is nobody's.
+    entry_T = torch.searchsorted(ends_N, token_T, right=True).clamp(max=len(slots_N) - 1)
     y_TC = x_TC.new_zeros(x_TC.shape, dtype=torch.float32)
     for tap in range(num_past + 1):
         position_T = token_T - starts_N[entry_T] + tap - num_past
