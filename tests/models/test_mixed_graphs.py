@@ -4,16 +4,23 @@ same as alone and leaves the same behind.
 There is no capture without a GPU: what would be captured runs anew for each replay.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from core_engine import run_config
 from graph_steps import BLOCK, Repeats, blocks_each, make_runner, plan_of
 from local_engine import LocalEngine
 from tiny_models import make_checkpoint
 
+from penstock.runtime import capture
+from penstock.runtime.capture import capture_graphs
+from penstock.runtime.graphs import ChunkGraphs
 from penstock.runtime.mixed_graphs import MixedGraphs
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.step_layout import StepShape
+from penstock.runtime.timeline import Timeline
 from penstock.types.step import LateInputs, RanAs
 
 ARCHITECTURES = ("llama", "gpt_oss", "qwen3_next", "deepseek_v3", "qwen3_moe")
@@ -155,3 +162,41 @@ def test_an_engine_gives_the_same_tokens_with_mixed_steps_in_graphs(architecture
         assert (min(ran), max(ran) > 5) == (0, True) and (ran[0] > 0) == has_graphs
         assert counted.prefill_graph_steps + counted.mixed_graph_steps == counted.graph_replays
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_a_rank_that_is_asked_to_captures_mixes_in_place_of_prompts(
+    architecture, tmp_path, monkeypatch
+):
+    """As on a GPU, but for the pool."""
+    make_checkpoint(tmp_path, architecture)
+    runner = make_runner(tmp_path)
+    monkeypatch.setattr(capture, "GraphPool", Repeats)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 << 30, 100 << 30))
+    config = run_config(
+        max_batch_size=8, graph_batch_sizes=(1, 8), graph_token_sizes=(16,),
+        graph_mixes=((8, 32),), graph_mixes_when_idle=((4, 16), (2, 8)),
+    )  # fmt: skip
+    model, rows, timeline = runner._model, runner._rows, Timeline()
+    capture_graphs(runner, rows, model, config, 64, 0, timeline)
+    assert timeline.phases[-1][0] == "capture 4 graphs"
+    graphs = runner._prompt_graphs
+    assert list(graphs._captured) == [StepShape(0, 16), StepShape(8, 32)]
+    for _ in range(4):
+        runner.when_idle()
+    assert list(graphs._captured) == [
+        StepShape(2, 8), StepShape(0, 16), StepShape(4, 16), StepShape(8, 32)
+    ]  # fmt: skip
+    assert graphs._max_prefix == (4096 if architecture == "deepseek_v3" else None)
+    text = texts({0: 5, 1: 5})
+    for number, parts in enumerate(([(0, 0, 5)], [(0, 5, 6), (1, 0, 5)], [(0, 6, 7), (1, 5, 6)])):
+        runner.forward(plan_of(number, text, parts, blocks_each(runner)))
+        assert runner.sample(number, LateInputs()).wait().ran_as is RanAs.GRAPH
+
+    without = make_runner(tmp_path)  # not asked: as before, prompts alone and no latent attention
+    config = replace(config, graph_mixes=(), graph_mixes_when_idle=())
+    capture_graphs(without, without._rows, without._model, config, 64, 0, timeline)
+    kind = type(None) if architecture == "deepseek_v3" else ChunkGraphs
+    assert type(without._prompt_graphs) is kind
+    without.when_idle()

@@ -8,7 +8,7 @@ from penstock.types.step import StepPlan
 
 _TARGET_S = 0.45  # a step's prompt tokens: what a stream may stop for, with some room below 0.6
 _FIRST_GUESS = 256  # tokens, before a step was measured
-_LEAST = 32  # fewer would read all weights for little
+_LEAST = 64  # fewer would read all weights for little
 _LEAST_MEASURED = 64  # prompt tokens of a step whose time tells that of a token
 _NEW_WEIGHT = 0.5  # of the newest step in the running mean
 

@@ -28,7 +28,7 @@ def test_a_measured_limit_comes_to_what_half_a_second_computes(token_ms):
     limit = ChunkLimit(None, 2048)
     for _ in range(12):
         limit.observe(step_of(limit.num_tokens), limit.num_tokens * token_ms / 1e3)
-    expected = min(max(450 / token_ms, 32), 2048)
+    expected = min(max(450 / token_ms, 64), 2048)
     assert abs(limit.num_tokens - expected) <= 1
 
 
