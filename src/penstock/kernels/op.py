@@ -98,7 +98,9 @@ class Op(Generic[P, R]):
         self._gpu_module = gpu_module
         self._impls: dict[str, Impl[P, R]] = {}
         self._picks: dict[tuple[Any, ...], Callable[P, R]] = {}
-        self._first_on_cpu: Impl[P, R] | None = None  # of those that can run here; None: not known
+        # Of those that can run here; None: not known.
+        self._first_on_cpu: Impl[P, R] | None = None
+        self._first_on_gpu: Impl[P, R] | None = None
 
     def impl(
         self, name: str, *, needs: Needs, fits: Callable[P, bool] | None = None
@@ -109,7 +111,7 @@ class Op(Generic[P, R]):
             assert name not in self._impls and name != "reference", (self._name, name)
             self._impls[name] = Impl(name, run, needs, fits)
             self._picks.clear()
-            self._first_on_cpu = None
+            self._first_on_cpu = self._first_on_gpu = None
             return run
 
         return register
@@ -118,10 +120,11 @@ class Op(Generic[P, R]):
         if kwargs:
             return self(*self._positional(*args, **kwargs))  # type: ignore[call-arg]
         on_gpu: bool = args[0].is_cuda  # type: ignore[attr-defined]
-        if not on_gpu:  # asking the first one costs less than a key
-            first = self._first_on_cpu or self._find_first_on_cpu()
-            if first.fits is None or first.fits(*args):  # type: ignore[call-arg]
-                return first.run(*args)  # type: ignore[call-arg]
+        # Asking the first one costs less than a key, which is 1 us for each tensor.
+        first = self._first_on_gpu if on_gpu else self._first_on_cpu
+        first = first or self._find_first(on_gpu)
+        if first.fits is None or first.fits(*args):  # type: ignore[call-arg]
+            return first.run(*args)  # type: ignore[call-arg]
         key = tuple([_kind_of(a) for a in args])
         run = self._picks.get((on_gpu, key))
         if run is None:
@@ -154,12 +157,17 @@ class Op(Generic[P, R]):
             refusals.append(f"{candidate.name} {why}")
         return Impl("reference", self.reference, Needs(kind), None), refusals
 
-    def _find_first_on_cpu(self) -> Impl[P, R]:
-        self._first_on_cpu = next(
-            (i for i in self._impls.values() if i.needs.kind == "cpu" and not i.needs.missing()),
-            Impl("reference", self.reference, cpu(), None),
-        )
-        return self._first_on_cpu
+    def _find_first(self, on_gpu: bool) -> Impl[P, R]:
+        """The one that `_pick` would ask first."""
+        kind = "cuda" if on_gpu else "cpu"
+        impls = self.implementations() if on_gpu else self._impls
+        able = (i for i in impls.values() if i.needs.kind == kind and not i.needs.missing())
+        first = next(able, Impl("reference", self.reference, Needs(kind), None))
+        if on_gpu:
+            self._first_on_gpu = first
+        else:
+            self._first_on_cpu = first
+        return first
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature:

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from penstock.kernels.op import arch, cpu, op
+from penstock.kernels.op import Needs, arch, cpu, op
 
 
 @op
@@ -100,3 +100,29 @@ def test_an_implementation_that_is_registered_later_is_picked_too() -> None:
     assert who(numbers) == "reference"
     who.impl("integers", needs=cpu(), fits=lambda x: x.dtype == torch.int32)(lambda x: "integers")
     assert who(numbers) == "integers"
+
+
+class OnGpu:
+    """Stands for a CUDA tensor."""
+
+    is_cuda = True
+    device = torch.device("cuda")
+
+    def __init__(self, size: int) -> None:
+        self.signature = size
+
+
+def test_on_a_gpu_the_first_that_can_run_there_is_asked_first() -> None:
+    """This machine counts as one without compute capability."""
+
+    @op
+    def size(x: OnGpu) -> str:
+        return "reference"
+
+    size.impl("cpu", needs=cpu())(lambda x: "cpu")
+    size.impl("newer", needs=arch(80))(lambda x: "newer")
+    size.impl("small", needs=Needs("cuda"), fits=lambda x: x.signature < 4)(lambda x: "small")
+    assert [size(OnGpu(n)) for n in (3, 4, 3)] == ["small", "reference", "small"]
+    size.impl("any", needs=Needs("cuda"))(lambda x: "any")
+    assert [size(OnGpu(n)) for n in (3, 4)] == ["small", "any"]
+    assert size.explain(OnGpu(4)).startswith("size: any; newer needs sm_80")
