@@ -155,6 +155,7 @@ def test_chunks_in_a_graph_attend_to_their_prefix_as_decodes_do(impl: str) -> No
     decode = mla_decode.reference if impl == "reference" else mla_decode.implementations()[impl].run
     plan = plan_prefill(batch, BLOCK)
     assert plan.absorbed is not None and plan.pieces == ()
+    assert plan.absorbed.rows_T.dtype == plan.absorbed.kv_lens_T.dtype == torch.int32
     behind = [position + 1 for position in (*range(32, 37), 59)]
     assert plan.absorbed.kv_lens_T.tolist() == [0] * 20 + behind + [0] * 3
     q_THD, q_THR = latents.q_THK.split((NOPE, ROPE), dim=2)
