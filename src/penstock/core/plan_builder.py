@@ -1,5 +1,6 @@
 """`PlanBuilder`: a `StepPlan` in the making: entries, rows that join, blocks that rows gain."""
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,8 +67,10 @@ class PlanBuilder:
 
     def limit_chunks(self, num_tokens: int) -> None:
         """From here on: no more than so many tokens where there are decodes."""
-        for dp_rank in {entry.dp_rank for entry in self._decodes + self._drafted}:
-            self.budgets[dp_rank] = min(self.budgets[dp_rank], num_tokens)
+        for dp_rank, left in enumerate(self.budgets):
+            decodes = itertools.chain(self._decodes, self._drafted)
+            if left > num_tokens and any(entry.dp_rank == dp_rank for entry in decodes):
+                self.budgets[dp_rank] = num_tokens
 
     def decode(self, seq: Sequence, num_drafts: int, max_kv_len: int) -> None:
         entries, num_tokens = self._drafted if num_drafts else self._decodes, 1 + num_drafts
