@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from penstock.ipc.channel import Receiver, Sender
@@ -143,7 +143,8 @@ class ScriptedEngine:
 
 
 def _iteration(number: int, num_active: int) -> IterationStats:
-    zeros = dict.fromkeys((field.name for field in fields(IterationStats)), 0)
+    numbers = (field.name for field in fields(IterationStats) if field.default is MISSING)
+    zeros = dict.fromkeys(numbers, 0)
     known = {"iter": number, "num_active": num_active, "num_generation": num_active}
     return IterationStats(**(zeros | known))
 
