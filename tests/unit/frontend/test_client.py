@@ -57,7 +57,7 @@ async def until(condition):
 
 def iteration(number):
     names = IterationStats.__dataclass_fields__
-    return IterationStats(**{**dict.fromkeys(names, 0), "iter": number})
+    return IterationStats(**{**dict.fromkeys(names, 0), "iter": number, "kind": "", "ran_as": ""})
 
 
 def test_deltas_arrive_in_order_and_end_with_one_terminal(connect, run):
