@@ -23,7 +23,10 @@ from penstock.runtime.step_layout import StepShape
 from penstock.runtime.timeline import Timeline
 from penstock.types.step import LateInputs, RanAs
 
-ARCHITECTURES = ("llama", "gpt_oss", "qwen3_next", "deepseek_v3", "qwen3_moe")
+ARCHITECTURES = (
+    *("llama", "gpt_oss", "qwen3_next", "deepseek_v3", "qwen3_moe"),
+    *("gemma2", "gemma3_text", "llama4_text", "glm4_moe", "phi3"),
+)
 SHAPES = [StepShape(*sizes) for sizes in ((7, 48), (0, 32), (4, 16), (0, 16), (2, 8))]
 LENGTHS = {0: 20, 1: 21, 2: 5, 3: 11, 4: 3, 5: 3, 6: 30}
 # (row, first token, end); behind a row's text they are decodes.
