@@ -5,7 +5,7 @@ import torch
 
 from penstock.runtime.model_runner import DeviceStep
 from penstock.sampling.logprobs import SampledLogprobs, TokenLogprobs
-from penstock.types.step import FROM_DEVICE, BlockGrowth, StepPlan
+from penstock.types.step import FROM_DEVICE, BlockGrowth, RanAs, StepPlan
 
 
 def step_plan(num_tokens: list[int], num_decodes: int, num_logit_rows: list[int]) -> StepPlan:
@@ -31,7 +31,7 @@ TOKENS = torch.arange(10, 10 + ROWS)
 def test_results_are_wide_and_chunks_that_do_not_sample_have_none():
     drafts_NK = torch.tensor([[-1, -1], [4, 5], [4, -1], [-1, -1]])
     drawn = torch.stack((TOKENS, torch.ones_like(TOKENS)))
-    result = DeviceStep(PLAN, drawn, None, None, ACCEPTED, drafts_NK).wait()
+    result = DeviceStep(PLAN, drawn, None, None, RanAs.EAGER, ACCEPTED, drafts_NK).wait()
     assert result.num_accepted.tolist() == [1, 2, 1, 0, 1]
     found = [ids[:n].tolist() for ids, n in zip(result.token_ids, result.num_accepted, strict=True)]
     assert found == [[10], [11, 12], [14], [], [16]]
@@ -44,7 +44,7 @@ def test_only_a_broken_row_that_counts_fails_its_request():
         is_token = torch.ones_like(TOKENS)
         is_token[broken] = 0
         drawn = torch.stack((TOKENS, is_token))
-        result = DeviceStep(PLAN, drawn, None, None, ACCEPTED, None).wait()
+        result = DeviceStep(PLAN, drawn, None, None, RanAs.EAGER, ACCEPTED, None).wait()
         assert list(result.failures) == failing
 
 
@@ -62,7 +62,7 @@ def test_logprobs_are_those_of_the_tokens_that_count():
         ),
     )
     drawn = torch.stack((TOKENS, torch.ones_like(TOKENS)))
-    result = DeviceStep(PLAN, drawn, asked, None, ACCEPTED, None).wait()
+    result = DeviceStep(PLAN, drawn, asked, None, RanAs.EAGER, ACCEPTED, None).wait()
     assert {i: rows.token_ids.tolist() for i, rows in result.logprobs.items()} == {
         1: [11, 12],
         4: [16],

@@ -79,7 +79,8 @@ def test_every_position_draws_what_plain_decoding_would_and_penalties_advance(
         other_V = torch.randn(1, VOCAB)
         sampled = together.sample(
             torch.cat((other_V, logits_WV)), np.array([1, 0, 0, 0, 0], np.int32),
-            torch.tensor([1, 0, 0, 0, 0]), torch.tensor([2, *range(index, index + 4)]), drafted,
+            torch.tensor([1, 0, 0, 0, 0]), torch.tensor([2, *range(index, index + 4)]),
+            drafted=drafted,
         )  # fmt: skip
         accepted = verify(sampled.token_ids_L, drafted)
         count = int(accepted.num_accepted_N[1])
@@ -109,7 +110,7 @@ def test_sampled_tokens_keep_their_distribution_behind_accepted_drafts():
     drafted = drafted_rows([[draft]] * num_rows)
     sampled = sampler.sample(
         logits_2V.repeat(num_rows, 1), rows, torch.from_numpy(rows).long(),
-        torch.tensor([1, 2]).repeat(num_rows), drafted,
+        torch.tensor([1, 2]).repeat(num_rows), drafted=drafted,
     )  # fmt: skip
     accepted = verify(sampled.token_ids_L, drafted)
     firsts = accepted.token_ids_NW[:, 0]
