@@ -135,6 +135,8 @@ def test_the_exit_code_is_that_of_the_server(tmp_path, programs):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
+    if not os.environ.get("PENSTOCK_TEST_SLURM"):
+        pytest.skip("starts daemons of Slurm: PENSTOCK_TEST_SLURM=1 runs it")
     if (why := slurm_cluster.missing()) is not None:
         pytest.skip(why)
     with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
