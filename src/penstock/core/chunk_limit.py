@@ -7,11 +7,11 @@ bounded time. A fixed number of tokens, or as many as the measured time of steps
 from penstock.types.step import StepPlan
 
 _TARGET_S = 0.6  # a step's prompt tokens: what a stream may stop for
-# What a step costs whatever its size counts for its tokens. So small chunks look slow, and would
-# make the next ones smaller still: there are none. Of 1,900 tokens on 2 cores of a busy host,
-# SmolLM2-135M: the first token came after 11 to 19 s in chunks of 80 to 150, after 5 in chunks of
-# 256 and in one; another stream stopped for 0.8 to 1.0 s with 256, for 4.2 to 4.7 with one
-# (2026-11-17).
+# Chunks are no smaller: what a step costs whatever its size counts for its tokens, so small chunks
+# may look slow and make the next ones smaller still. SmolLM2-135M, 1,900 tokens, 2 cores of a busy
+# host (2026-11-17): another stream stopped for 0.8 to 1.0 s with chunks of 256 and for 4.2 to 4.7 s
+# with one; the first token came after 5.1 to 5.6 and 4.2 to 4.7 s, and after 11 to 19 s where
+# chunks had become as small as 80 to 150.
 _LEAST = 256
 _NEW_WEIGHT = 0.5  # of the newest step in the running mean
 
