@@ -1,5 +1,8 @@
 """Same tokens and logits as transformers, through the server, on every path a request can take.
 
+One model of each kind of attention, MLP and cache; the switches of a configuration are in
+`tests/models/test_logit_parity.py`.
+
 Each run proves from the engine's own counters that its path was really taken.
 """
 
@@ -20,35 +23,19 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_posit
 LONG = dict(max_position_embeddings=256)
 DEEPSEEK_YARN = YARN | dict(mscale=1.0, mscale_all_dim=1.0)
 MODELS = {
-    "deepseek_v2-lite": (
-        "deepseek_v2",
-        LONG | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN},
-    ),
     "deepseek_v3-yarn": ("deepseek_v3", LONG | {"rope_parameters": DEEPSEEK_YARN}),
     "gpt_oss-mxfp4-yarn": (
         "gpt_oss, packed",
         LONG | {"sliding_window": 24, "rope_parameters": YARN | {"truncate": False}},
     ),
-    "llama-default": ("llama", LONG),
-    "llama-linear": (
-        "llama",
-        LONG | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    ),
-    "llama-dynamic": (
-        "llama",
-        LONG | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-    ),
     "llama-llama3-tied": ("llama", LONG | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama-yarn": ("llama", LONG | {"rope_parameters": YARN}),
     "llama-bias": ("llama", LONG | {"attention_bias": True, "mlp_bias": True, "config_style": 4}),
     "mistral-window": ("mistral", LONG | {"sliding_window": 24}),
-    "qwen2": ("qwen2", LONG),
     "qwen2-two-groups": (
         "qwen2",
         LONG | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     ),
     "qwen2_moe": ("qwen2_moe", LONG),
-    "qwen3": ("qwen3", LONG | {"head_dim": 32}),
     "qwen3_moe": ("qwen3_moe", LONG | {"mlp_only_layers": [0]}),
     "qwen3_next": ("qwen3_next", LONG),
 }

@@ -146,7 +146,11 @@ def test_an_engine_of_its_own_survives_an_interrupt_and_goes_on(files):
     command = [sys.executable, "-m", "penstock", "batch", "tiny", "-i", source, "-o", output]
     command += ["--concurrency", "2", "--set", "max_batch_size=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # whoever runs us may ignore it
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and not (output.exists() and output.stat().st_size):
         time.sleep(0.02)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 
 
-_OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES")  # if it runs these tests
+_OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "ARGS")  # if it runs these
 
 
 def dry_run(*arguments: str) -> subprocess.CompletedProcess:
