@@ -6,6 +6,7 @@ processes are started before this one imports the rest of what it needs.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ class EngineHandle:
         self._children: dict[int, Child] = {}
         self._spawned_at = [0.0] * num_engines
         self._num_restarts = [0] * num_engines
-        self._ends: list[tuple[int, str]] = []
+        self._ends: deque[tuple[int, str]] = deque(maxlen=num_engines)  # for who watches later
         self._listeners: list[OnEnd] = []
         self._has_failed = False
         self._is_stopping = False
