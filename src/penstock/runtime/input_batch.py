@@ -38,15 +38,6 @@ def all_to_device(arrays: list[Int32s], device: torch.device) -> list[Tensor]:
     return [on_device[place] for place in places]
 
 
-def packed_size(num_entries: int, num_tokens: int) -> int:
-    """Of what `Rows.pack_chunks` packs."""
-    return 4 * num_entries + 1 + 3 * num_tokens
-
-
-def packed_tokens(size: int, num_entries: int) -> int:
-    return (size - 4 * num_entries - 1) // 3
-
-
 def _filled(array: Int32s, size: int, value: int) -> Int32s:
     filled = np.full(size, value, np.int32)
     filled[: len(array)] = array
@@ -105,10 +96,12 @@ class Rows:
             own = growth.groups == group
             if not own.any():
                 continue
-            rows, indices, block_ids = all_to_device(
-                [growth.rows[own], growth.indices[own], growth.block_ids[own]], self.device
+            places = growth.rows[own].astype(np.int64) * table_RM.shape[1] + growth.indices[own]
+            packed = np.concatenate((places.view(np.int32), growth.block_ids[own]))  # one copy
+            places_and_ids, num_places = to_device(packed, self.device), 2 * len(places)
+            table_RM.view(-1).index_copy_(
+                0, places_and_ids[:num_places].view(torch.int64), places_and_ids[num_places:]
             )
-            table_RM.index_put_((rows.long(), indices.long()), block_ids)
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The tensors of a step with any mix of prompt chunks and decodes."""
@@ -185,18 +178,6 @@ class Rows:
                 plan.num_logit_rows[sampling], self.drafts_RK[rows_N.long(), : int(fed.max()) - 1]
             ),
         )
-
-    def pack_chunks(self, plan: StepPlan, num_entries: int, num_tokens: int) -> Int32s:
-        """A step of prompt chunks alone, as `chunk_batch` reads it; both numbers with padding, of
-        which there is one entry at least."""
-        assert plan.num_decodes == 0 and plan.num_entries < num_entries, plan
-        return np.concatenate(self._host_arrays(plan, num_entries, num_tokens))
-
-    def chunk_batch(self, packed: Tensor, num_entries: int, max_kv_len: int) -> ForwardBatch:
-        """The packed step of `pack_chunks`, built on the device."""
-        num_tokens = packed_tokens(packed.shape[0], num_entries)
-        tensors = packed.split([num_entries] * 3 + [num_entries + 1] + [num_tokens] * 3)
-        return self._batch(tensors, num_decodes=0, max_query_len=num_tokens, max_kv_len=max_kv_len)
 
     def padded_batch(
         self, packed: Tensor, shape: StepShape, max_kv_len: int

@@ -1,8 +1,4 @@
-"""`MixedGraphs`: steps of decodes and prompts in any mix, padded to the smallest captured shape.
-
-Has not run on a GPU yet. Once it has, and is the default (`cuda_graph_config.enable_mixed`), it
-takes the place of `graphs.ChunkGraphs`.
-"""
+"""`MixedGraphs`: steps of decodes and prompts in any mix, padded to the smallest captured shape."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,8 +14,6 @@ from penstock.types.step import StepPlan
 
 def shapes_at_start(config: RunConfig) -> list[StepShape]:
     """Of mixes, and of prompts alone; the largest first."""
-    if not config.graph_mixes:
-        return []
     prompts = [StepShape(0, size) for size in config.graph_token_sizes]
     shapes = [StepShape(*mix) for mix in config.graph_mixes] + prompts
     return sorted(shapes, key=_size, reverse=True)
@@ -92,7 +86,10 @@ class MixedGraphs:
         return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits]
 
     def _shape_of(self, plan: StepPlan) -> StepShape | None:
-        return next((shape for shape in self._captured if shape.holds(plan)), None)
+        num_decodes = plan.num_decodes
+        num_prompt_tokens = int(plan.num_tokens.sum()) - num_decodes
+        fitting = (s for s in self._captured if s.holds(num_decodes, num_prompt_tokens))
+        return next(fitting, None)
 
 
 def _size(shape: StepShape) -> tuple[int, int]:

@@ -21,9 +21,10 @@ from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.drafter import Drafter
-from penstock.runtime.graphs import CHUNK_ENTRIES, DecodeGraphs, GraphStep, Outputs, PromptGraphs
+from penstock.runtime.graphs import DecodeGraphs, GraphStep, Outputs
 from penstock.runtime.input_batch import Rows, StepInputs
 from penstock.runtime.kv_tensors import KVTensors
+from penstock.runtime.mixed_graphs import MixedGraphs
 from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
 from penstock.runtime.step_layout import StepShape
 from penstock.sampling.logprobs import SampledLogprobs
@@ -133,21 +134,15 @@ class ModelRunner:
         self._scorer = PromptScorer(rows, model.logits)
         self._mesh = mesh
         self._graphs: DecodeGraphs | None = None
-        self._prompt_graphs: PromptGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._cpu_graphs: DecodeCpuGraphs | None = None
         self._forwarded: dict[int, _Forwarded] = {}
         self._device_bytes = (0.0, 0)  # until when the number counts as new, and the number
         self.when_idle: Callable[[], None] = lambda: None  # a bit of work that can wait
 
-    def use_graphs(
-        self,
-        graphs: DecodeGraphs,
-        prompt_graphs: PromptGraphs | None,
-        when_idle: Callable[[], None] = lambda: None,
-    ) -> None:
+    def use_graphs(self, graphs: DecodeGraphs, mixed_graphs: MixedGraphs) -> None:
         self._graphs = graphs
-        self._prompt_graphs = prompt_graphs
-        self.when_idle = when_idle
+        self._mixed_graphs = mixed_graphs
 
     def use_cpu_graphs(self, max_kv_len: int) -> None:
         self._cpu_graphs = DecodeCpuGraphs(
@@ -168,10 +163,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         self._rows.apply(plan)
-        self._sampler.join(plan.joins)
         self._scorer.join(plan.joins)
-        if self._drafter is not None:
-            self._drafter.join(plan.joins)
         self._kv.apply(plan.cache_ops)
         if plan.has_drafts:
             forwarded = self._drafted(plan)
@@ -184,9 +176,13 @@ class ModelRunner:
             longest = int(plan.max_kv_lens.max())
             forwarded = self._decode(plan, self._rows.build_decode(plan.rows, longest))
         self._forwarded[plan.step_id] = forwarded
+        # Behind the step, which need not wait for the host to tell what comes after it.
+        self._sampler.join(plan.joins)
+        if self._drafter is not None:
+            self._drafter.join(plan.joins)
 
     def _chunks(self, plan: StepPlan) -> _Forwarded:
-        graphs = self._prompt_graphs
+        graphs = self._mixed_graphs
         if graphs is None or not graphs.fits(plan) or self._scorer.is_asked(plan):
             return self._run(plan, self._rows.build(plan))
         logits_LV, kv_lens_L, rows_L = graphs.replay(plan)
@@ -277,19 +273,6 @@ class ModelRunner:
         )
         self._rows.drafts_RK.index_copy_(0, rows_N, drafts_NK)
         return accepted.num_accepted_N, drafts_NK
-
-    def chunk_step(self, max_kv_len: int) -> GraphStep:
-        """A step of prompt chunks: everything from packed numbers to logits of all entries."""
-
-        @torch.inference_mode()
-        def step(packed: Tensor) -> Outputs:
-            batch = self._rows.chunk_batch(packed, CHUNK_ENTRIES, max_kv_len)
-            # Of an entry without tokens the first one's: nobody looks at the result.
-            last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)
-            logits_NV = self._model.logits(self._model(batch)[last_N])
-            return logits_NV, batch.kv_lens_N, batch.rows_N.long()
-
-        return step
 
     def padded_step(self, shape: StepShape, max_kv_len: int) -> GraphStep:
         """A step of any mix: everything from packed numbers to logits of as many entries as there
