@@ -24,6 +24,11 @@ from penstock.server.anthropic.requests import CountTokensRequest, MessagesReque
 from penstock.server.app import build_app
 from penstock.server.openai.requests.chat import ChatRequest
 from penstock.server.openai.requests.completions import CompletionRequest
+from penstock.server.openai.requests.pooling import (
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from penstock.server.openai.requests.responses import ResponsesRequest
 from penstock.server.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
 from penstock.types.outputs import CompletionOutput, TextDelta, TokenLogprob
@@ -84,6 +89,9 @@ def http_api() -> Iterator[str]:
         ("/v1/completions", CompletionRequest),
         ("/v1/chat/completions", ChatRequest),
         ("/v1/responses", ResponsesRequest),
+        ("/v1/embeddings", EmbeddingRequest),
+        ("/v1/score", ScoreRequest),
+        ("/v1/rerank", RerankRequest),
         ("/v1/messages", MessagesRequest),
         ("/v1/messages/count_tokens", CountTokensRequest),
         ("/tokenize", TokenizeRequest),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import tokenizers
 
 from penstock.config.schema import EngineConfig
@@ -179,6 +180,7 @@ class FakeGeneration:
         self.num_samples = given.sampling.n
         self._pipeline = pipeline
         self._sampling = given.sampling
+        self._pooling = given.pooling
         self._words = text or ""
         self._open = True
         self._pushing: asyncio.Task[None] | None = None
@@ -210,6 +212,11 @@ class FakeGeneration:
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         asked = self._sampling
+        if self._pooling is not None:
+            self._done()
+            pooled = np.array([3.0, 4.0, 0.0, 0.0], np.float32).tobytes()
+            yield TextDelta(index=0, finish=FinishReason.LENGTH, pooled=pooled)
+            return
         answer = self._pipeline.tokenizer.encode(OUTPUT, add_special_tokens=False)
         if "SLOW" in self._words:
             answer = answer * 100

@@ -13,11 +13,13 @@ import jsonschema
 import openapi_spec_validator
 import pytest
 from http_fakes import FakePipeline, running_server
+from msgspec.structs import replace
 
 from penstock.config.schema import EngineConfig
 from penstock.server.app import build_app
 from penstock.server.openapi.document import openapi_document
 from penstock.server.openapi.routes import ROUTES
+from penstock.types.pooling import Task
 
 KEY = {"authorization": "Bearer secret"}
 REQUEST_PATHS = {
@@ -30,10 +32,17 @@ MEDIA = "application/json"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def pipeline() -> FakePipeline:
+    return FakePipeline()
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, pipeline: FakePipeline
+) -> Iterator[httpx.Client]:
     http = {"files_dir": str(tmp_path_factory.mktemp("files") / "files")}
     with (
-        running_server(FakePipeline(), api_key="secret", http_config=http) as running,
+        running_server(pipeline, api_key="secret", http_config=http) as running,
         httpx.Client(base_url=running.url, headers=KEY) as client,
     ):
         yield client
@@ -136,7 +145,7 @@ def test_bounds_are_those_of_the_server(document, server):
     assert num_tried > 50
 
 
-def test_examples_are_valid_and_answered_as_described(document, server):
+def test_examples_are_valid_and_answered_as_described(document, server, pipeline):
     form = {"file": ("in.jsonl", b"{}")}
     uploaded = server.post("/v1/files", files=form, data={"purpose": "batch"}).json()
     check(document, answer_schema(document, "POST", "/v1/files"), uploaded)
@@ -149,6 +158,8 @@ def test_examples_are_valid_and_answered_as_described(document, server):
         check(document, media["schema"], example)
         if "input_file_id" in example:
             example = {**example, "input_file_id": uploaded["id"]}
+        task = Task.EMBED if operation["tags"] == ["pooling"] else Task.GENERATE
+        pipeline.client.info = replace(pipeline.client.info, task=task, hidden_size=4)
         answer = server.request(method, path, json=example)
         assert answer.status_code == 200, answer.text
         check(document, answer_schema(document, method, path), answer.json())

@@ -53,6 +53,7 @@ def _completion(deltas: list[TextDelta]) -> CompletionOutput:
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         finish_reason=last.finish,
         stop_reason=last.stop_reason,
+        pooled=last.pooled,
         logprobs=logprobs,
         cumulative_logprob=math.fsum(one.logprob for one in logprobs) if logprobs else None,
     )

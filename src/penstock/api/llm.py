@@ -17,6 +17,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from rich.console import Console
@@ -27,8 +28,10 @@ from penstock.config.schema import EngineConfig
 from penstock.errors import RequestError
 from penstock.frontend.engine_handle import EngineHandle
 from penstock.frontend.pipeline import Generation, GenerationPipeline
+from penstock.frontend.pooling import SAMPLING, check_dimensions, embedding, need_task
 from penstock.frontend.start import start_pipeline
-from penstock.types.outputs import RequestOutput, TextDelta
+from penstock.types.outputs import EmbeddingOutput, RequestOutput, TextDelta
+from penstock.types.pooling import Pooling, Task
 from penstock.types.request import ChatOptions, GenerateInput
 from penstock.types.sampling import SamplingParams
 
@@ -85,6 +88,38 @@ class LLM:
         asked = list(zip(conversations, options, strict=True))
         outputs = self._run_all(self._inputs(asked, sampling_params, _conversation), use_tqdm)
         return outputs[0] if is_single else outputs
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        use_tqdm: bool = True,
+    ) -> EmbeddingOutput | list[EmbeddingOutput]:
+        """The embedding of one prompt, or of each of a list; needs `task="embed"`.
+
+        `dimensions`: the first so many numbers. `normalize`: None, as the model's folder says.
+        """
+        info = self._pipeline.client.info
+        need_task(info, Task.EMBED)
+        check_dimensions(dimensions, info)
+        is_single = _is_single(prompts)
+        each: list[Any] = [prompts] if is_single else list(prompts)
+        asks = [
+            GenerateInput(sampling=SAMPLING, pooling=Pooling(), **_text_or_ids(prompt))
+            for prompt in each
+        ]
+        outputs = [
+            EmbeddingOutput(
+                embedding=embedding(one.outputs[0].pooled, info, dimensions, normalize),
+                prompt_token_ids=one.prompt_token_ids,
+                usage=replace(one.usage, completion_tokens=0),
+            )
+            for one in self._run_all(asks, use_tqdm)
+        ]
+        return outputs[0] if is_single else outputs
+
+    encode = embed
 
     def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

@@ -8,6 +8,7 @@ DEFAULTS = {
     "revision": "its main branch",
     "dtype": "auto",
     "quantization": "nothing",
+    "task": "auto",
     "load_format": "auto",
     "skip_tokenizer_init": "false",
     "chat_template": "the tokenizer's own",

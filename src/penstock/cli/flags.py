@@ -51,6 +51,7 @@ _MODEL = (
     Flag("revision hf_revision", "text", "branch, tag or commit of the model"),
     Flag("dtype", "text", "auto, bfloat16, float16 or float32"),
     Flag("quantization", "text", "fp8, fp8_block, int8 or nf4: of plain weights, while loading"),
+    Flag("task", "text", "auto, generate, embed or score"),
     Flag("load_format", "text", "auto, or dummy for random weights"),
     Flag("skip_tokenizer_init", "switch", "load no tokenizer; prompts are token ids"),
     Flag("chat_template", "text", "Jinja file or template, when not the tokenizer's own"),

@@ -135,6 +135,14 @@ class EngineConfig(StrictModel):
         status="beta",
         max_length=256,
     )
+    task: Literal["auto", "generate", "embed", "score"] = setting(
+        "auto",
+        "What the model is served for. generate: tokens. embed: the hidden state of a text's last "
+        "token, by /v1/embeddings, and its cosine by /v1/score and /v1/rerank. score: how likely "
+        '"yes" is where a query and a document are judged, of models like Qwen3-Reranker. auto: '
+        "embed where the model's folder has a modules.json (sentence-transformers), else generate.",
+        status="prototype",
+    )
     chat_template: str | None = setting(
         None,
         "Jinja chat template: a file, or the template itself. null: the tokenizer's own.",

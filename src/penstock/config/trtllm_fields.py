@@ -106,7 +106,7 @@ _MODEL = {
     ),
     "force_dynamic_quantization": ignored("weights keep the format of the checkpoint", False),
     "mm_encoder_only": rejected("there is no encoder-only server", False),
-    "encode_only": rejected("there is no embedding or reward mode", False),
+    "encode_only": rejected("set task to embed, or to score", False),
 }
 
 _PARALLEL = {

@@ -7,11 +7,14 @@ from penstock.core.plan_builder import Entry
 from penstock.core.sequence import Sequence
 from penstock.types.outputs import TokenDelta, TokenLogprob
 from penstock.types.request import FinishReason
-from penstock.types.step import LogprobRows
+from penstock.types.step import Float32s, LogprobRows
 
 
 def report(
-    seq: Sequence, prompt_logprobs: tuple[TokenLogprob, ...], reason: FinishReason | None
+    seq: Sequence,
+    prompt_logprobs: tuple[TokenLogprob, ...],
+    reason: FinishReason | None,
+    pooled: Float32s | None = None,
 ) -> TokenDelta:
     """All output that has not been reported yet."""
     new_ids = tuple(seq.tokens[seq.num_prompt + seq.num_reported :].tolist())
@@ -25,6 +28,7 @@ def report(
         finish=reason,
         stop_id=new_ids[-1] if reason is FinishReason.STOP else None,
         num_steps=seq.num_steps,
+        pooled=b"" if pooled is None else pooled.tobytes(),
     )
     seq.num_reported = seq.num_output
     seq.unreported_logprobs.clear()

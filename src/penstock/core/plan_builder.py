@@ -62,6 +62,7 @@ class PlanBuilder:
                 num_prompt=seq.num_prompt,
                 sampling=seq.request.sampling,
                 stop_ids=seq.request.stop_ids,
+                pooling=seq.request.pooling,
             )
         )
 

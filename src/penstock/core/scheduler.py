@@ -387,7 +387,7 @@ class Scheduler:
         self._index(seq, seq.num_tokens - 1)
         if reason is None and not seq.is_report_due and not prompt_logprobs:
             return None
-        delta = report(seq, prompt_logprobs, reason)
+        delta = report(seq, prompt_logprobs, reason, result.pooled.get(i))
         if reason is not None:
             self._counters.finished += 1
             self._lengths.add(seq.num_output)

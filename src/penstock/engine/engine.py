@@ -21,6 +21,7 @@ from penstock.engine.iteration import count_step, describe_step
 from penstock.engine.mailbox import Mailbox
 from penstock.hub.folder import local_folder
 from penstock.hub.generation_config import sampling_defaults
+from penstock.hub.task import served_task
 from penstock.ipc.messages import Deltas, EngineInfo, Fatal
 from penstock.ipc.process import ForkedWorkers
 from penstock.kernels.device import probe
@@ -35,6 +36,7 @@ from penstock.runtime.rank import LoadedRank, finish_rank, load_rank
 from penstock.runtime.ranks import RankGroup
 from penstock.runtime.timeline import Timeline
 from penstock.types.cache_spec import CacheSize
+from penstock.types.pooling import Task
 from penstock.types.request import client_of
 from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
@@ -57,7 +59,11 @@ class Engine:
         self._mailbox = mailbox
         with timeline.phase("find model"):
             folder = local_folder(config.model, config.revision, weights=False)
-            self.spec = parse_model_spec(folder, config.model_kwargs)
+            self._task = served_task(config.task, folder)
+            model_kwargs = config.model_kwargs
+            if self._task.task is Task.EMBED:  # nobody reads its logits: it may have no head
+                model_kwargs = {**(model_kwargs or {}), "tie_word_embeddings": True}
+            self.spec = parse_model_spec(folder, model_kwargs)
             self.config = resolve(config, self.spec, probe(), str(folder))
             self._sampling = sampling_defaults(
                 config.generation_config,
@@ -70,8 +76,8 @@ class Engine:
                 local_folder(config.model, config.revision)
         workers = CompileWorkers(self.config, self.spec, forked)
         with timeline.phase("build kernels"):
-            workers.run(config.model_kwargs, config.log_level)
-        self._ranks = RankGroup(self.config, config.model_kwargs, socket_folder, config.log_level)
+            workers.run(model_kwargs, config.log_level)
+        self._ranks = RankGroup(self.config, model_kwargs, socket_folder, config.log_level)
         with timeline.phase("meet ranks"):
             mesh = RankMesh.create(
                 0, self.config.tp_size, self._ranks.meeting_point, rank_device(self.config, 0)
@@ -144,6 +150,7 @@ class Engine:
         def add(name: str, value: str, reason: str) -> None:
             choices.append(SettingChoice(name=name, value=value, reason=reason))
 
+        add("task", self._task.task.value, self._task.reason)
         add("generation_config", str(self._sampling), self._sampling.reason)
         if max_seq_len < config.max_seq_len:
             reason = f"the cache holds {max_seq_len} tokens, fewer than {config.max_seq_len} asked"
@@ -170,6 +177,9 @@ class Engine:
             rank_weight_bytes=tuple(weights),
             timeline=tuple(timeline.phases),
             default_sampling=dict(self._sampling.values),
+            task=self._task.task,
+            hidden_size=self.spec.hidden_size,
+            normalizes=self._task.normalizes,
         )
 
     def run(self) -> None:

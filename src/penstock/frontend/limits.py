@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.errors import RequestError
 from penstock.ipc.messages import EngineInfo
+from penstock.types.pooling import Task
 from penstock.types.request import GenerateInput, Grammar, Request
 from penstock.types.sampling import SamplingParams
 
@@ -27,6 +28,7 @@ def make_requests(
 ) -> list[Request]:
     """One request per sample; samples after the first wait for its prefix (`leader`)."""
     sampling = ask.sampling
+    _check_task(ask, info)
     _check_sampling(sampling, info)
     if grammar is not None and sampling.ignore_eos:
         raise RequestError(
@@ -52,6 +54,7 @@ def make_requests(
         cache_keys=_cache_keys(ask),
         stream_interval=stream_interval,
         late_inputs=grammar is not None,
+        pooling=ask.pooling,
         grammar=None if grammar is None else Grammar(text=grammar, min_tokens=sampling.min_tokens),
     )
     return [first] + [
@@ -106,6 +109,20 @@ def _truncated(ids: Sequence[int], num_kept: int | None) -> tuple[int, ...]:
             "truncate_prompt_tokens",
         )
     return tuple(ids[-num_kept:])
+
+
+def _check_task(ask: GenerateInput, info: EngineInfo) -> None:
+    """Who scores by its logits can also talk."""
+    tasks = {Task.GENERATE, Task.SCORE}
+    if ask.pooling is not None:
+        tasks = {Task.SCORE} if ask.pooling.token_ids else {Task.EMBED}
+    if info.task not in tasks:
+        raise RequestError(
+            "unsupported",
+            f"the model is served to {info.task.value}; start the server with --task "
+            f"{min(tasks).value} for this",
+            "model",
+        )
 
 
 def _check_prompt(ids: tuple[int, ...], info: EngineInfo) -> None:

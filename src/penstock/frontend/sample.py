@@ -53,6 +53,7 @@ class Sample:
         self._logprobs: list[TokenLogprob] = []
         self._stop_logprob: TokenLogprob | None = None
         self._prompt_logprobs: list[TokenLogprob] = []
+        self._pooled = b""
         self._num_cached = 0
         self._cached_unit = cached_unit
 
@@ -61,6 +62,8 @@ class Sample:
         assert not self.is_done, delta.request_id
         ids = delta.token_ids
         has_stop_id = delta.stop_id is not None and ids[-1:] == (delta.stop_id,)
+        if delta.pooled:
+            self._pooled, ids, has_stop_id = delta.pooled, (), False  # no output was asked for
         if has_stop_id:
             ids = ids[:-1]  # it ends the output and is not part of it
         found = None
@@ -136,6 +139,7 @@ class Sample:
             stop_reason=stop_reason,
             error=error,
             tokens_per_step=self.num_tokens / self._num_steps if self._num_steps else 1.0,
+            pooled=self._pooled,
         )
         self.is_done = finish is not None
         self._num_sent = self.num_tokens

@@ -16,7 +16,8 @@ from huggingface_hub.errors import (
 from penstock.errors import ConfigError
 from penstock.hub.pull import MODEL_FILES, WEIGHTS
 
-_UNWANTED = ("*/*", "consolidated*")  # other layouts of the same weights
+# Other layouts of the same weights. Folders of sentence-transformers have a small file each.
+_UNWANTED = ("*/*.safetensors", "*/*.model", "*/*.tiktoken", "*/*/*", "consolidated*")
 
 
 def download(model: str, revision: str | None, weights: bool) -> Path:

@@ -12,12 +12,13 @@ import numpy as np
 
 from penstock.types.cache_spec import CacheSize
 from penstock.types.outputs import TokenDelta
+from penstock.types.pooling import Task
 from penstock.types.request import Request
 from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import LateInputs, StepPlan
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, array_like=True):
@@ -73,6 +74,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     timeline: tuple[tuple[str, float], ...]  # (phase, seconds)
     # fields of `SamplingParams` that a request leaves out; integers stay integers on the way
     default_sampling: dict[str, int | float] = {}
+    task: Task = Task.GENERATE
+    hidden_size: int = 0
+    normalizes: bool = True  # embeddings have length 1
 
 
 class Ready(Message, frozen=True):

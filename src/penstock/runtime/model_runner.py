@@ -25,6 +25,7 @@ from penstock.runtime.graphs import DecodeGraphs, GraphStep, Outputs
 from penstock.runtime.input_batch import Rows, StepInputs
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.mixed_graphs import MixedGraphs
+from penstock.runtime.pooler import Pooled, Pooler
 from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
 from penstock.runtime.step_layout import StepShape
 from penstock.sampling.logprobs import SampledLogprobs
@@ -45,6 +46,7 @@ class _Forwarded:
     scores: PromptScores | None
     ran_as: RanAs
     drafted: DraftedRows | None = None
+    pooled: Pooled | None = None
 
 
 class DeviceStep:
@@ -59,12 +61,14 @@ class DeviceStep:
         ran_as: RanAs,
         num_accepted_N: Tensor | None = None,
         drafts_NK: Tensor | None = None,
+        pooled: Pooled | None = None,
     ) -> None:
         """`num_accepted_N`: None, one each. `drafts_NK`: of the next step; None: nobody drafts."""
         self._plan = plan
         self._ran_as = ran_as
         self._logprobs = logprobs.start_copy() if logprobs else None
         self._scores = scores
+        self._pooled = pooled
         self._drawn_2L = start_copy_to_host(drawn_2L)
         self._num_accepted_N = num_accepted_N
         if num_accepted_N is not None:
@@ -105,6 +109,7 @@ class DeviceStep:
             num_drafts=self._num_drafts(sampling),
             failures=dict.fromkeys(failed, NOT_FINITE),
             ran_as=self._ran_as,
+            pooled=self._pooled.rows() if self._pooled else {},
         )
 
     def _num_drafts(self, sampling: NDArray[np.int64]) -> Int32s | None:
@@ -132,6 +137,7 @@ class ModelRunner:
         self._kv = kv
         self._sampler = sampler
         self._scorer = PromptScorer(rows, model.logits)
+        self._pooler = Pooler()
         self._mesh = mesh
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
@@ -164,6 +170,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> None:
         self._rows.apply(plan)
         self._scorer.join(plan.joins)
+        self._pooler.join(plan.joins)
         self._kv.apply(plan.cache_ops)
         if plan.has_drafts:
             forwarded = self._drafted(plan)
@@ -183,7 +190,8 @@ class ModelRunner:
 
     def _chunks(self, plan: StepPlan) -> _Forwarded:
         graphs = self._mixed_graphs
-        if graphs is None or not graphs.fits(plan) or self._scorer.is_asked(plan):
+        reads_states = self._scorer.is_asked(plan) or self._pooler.is_asked(plan)
+        if graphs is None or not graphs.fits(plan) or reads_states:
             return self._run(plan, self._rows.build(plan))
         logits_LV, kv_lens_L, rows_L = graphs.replay(plan)
         rows = plan.rows[plan.num_logit_rows > 0]
@@ -225,6 +233,7 @@ class ModelRunner:
             scores,
             RanAs.EAGER,
             inputs.drafted,
+            self._pooler.pool(plan, hidden_TD, logits_LV),
         )
 
     @torch.inference_mode()
@@ -245,7 +254,14 @@ class ModelRunner:
             else:
                 num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
         return DeviceStep(
-            step.plan, drawn_2L, logprobs, step.scores, step.ran_as, num_accepted_N, drafts_NK
+            step.plan,
+            drawn_2L,
+            logprobs,
+            step.scores,
+            step.ran_as,
+            num_accepted_N,
+            drafts_NK,
+            step.pooled,
         )
 
     def _accept(self, step: _Forwarded, token_ids_L: Tensor) -> tuple[Tensor, Tensor | None]:

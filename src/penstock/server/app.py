@@ -22,6 +22,7 @@ from penstock.server.openai import batches, files
 from penstock.server.openai.chat import chat_completions
 from penstock.server.openai.completions import completions
 from penstock.server.openai.models import model, models
+from penstock.server.openai.pooling import embeddings, rerank, score
 from penstock.server.openai.responses import endpoints as responses
 from penstock.server.openai.responses.service import response_service
 from penstock.server.openai.tokenize import detokenize, tokenize
@@ -53,6 +54,12 @@ def build_app(
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/messages", create_message, methods=["POST"]),
             Route("/v1/responses", responses.create_response, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
+            *(
+                Route(path, rerank, methods=["POST"])
+                for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+            ),
             Route("/", front_page),
             Route("/favicon.ico", favicon),
             Route("/openapi.json", openapi_json),

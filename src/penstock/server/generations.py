@@ -205,6 +205,7 @@ def _joined(parts: Sequence[TextDelta]) -> TextDelta:
         finish=last.finish,
         stop_reason=last.stop_reason,
         tokens_per_step=last.tokens_per_step,
+        pooled=last.pooled,
     )
 
 

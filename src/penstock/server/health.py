@@ -12,6 +12,7 @@ from penstock.errors import BackendError
 from penstock.metrics.prometheus import exposition
 from penstock.server.generations import Generations
 from penstock.server.state import state_of
+from penstock.types.pooling import Pooling, Task
 from penstock.types.request import GenerateInput
 from penstock.types.sampling import SamplingParams
 from penstock.types.tenant import HEALTH_CHECK
@@ -31,8 +32,9 @@ async def health_generate(request: Request) -> Response:
     not come to its turn: that tokens of others come says the same."""
     state = state_of(request)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
-    probe = GenerateInput(token_ids=(0,), sampling=sampling, tenant=HEALTH_CHECK)
     client = state.pipeline.client
+    pooling = Pooling() if client.info.task is Task.EMBED else None
+    probe = GenerateInput(token_ids=(0,), sampling=sampling, tenant=HEALTH_CHECK, pooling=pooling)
     num_before = client.counters.generated_tokens
     generations = await Generations.start(state.pipeline, [probe], lambda event: None, stream=False)
     async with aclosing(generations):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.types.request import FinishReason
+from penstock.types.step import Float32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     stop_id: int | None = None  # the stop id that ended it
     error: str | None = None  # with FinishReason.ERROR: what went wrong, for the user
     num_steps: int = 0  # that brought output, since the beginning
+    pooled: bytes = b""  # what `Request.pooling` asked for, float32; with the first output token
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -68,6 +70,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_reason: str | int | None = None  # stop string or stop id; None for EOS and length
     error: str | None = None  # with FinishReason.ERROR: what went wrong, for the user
     tokens_per_step: float = 1.0  # with finish: of all its output
+    pooled: bytes = b""  # what `GenerateInput.pooling` asked for, float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     cumulative_logprob: float | None = None
+    pooled: bytes = b""  # for `EmbeddingOutput`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,4 +115,13 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """What `LLM.embed` returns for one prompt."""
+
+    embedding: Float32s
+    prompt_token_ids: tuple[int, ...]
     usage: Usage

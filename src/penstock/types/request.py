@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.types.pooling import Pooling
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import Int32s
 from penstock.types.tenant import ANONYMOUS, Tenant
@@ -50,6 +51,7 @@ class GenerateInput:
     tool_rule: ToolRule | None = None  # None: the model decides
     parallel_tool_calls: bool = True
     sampling: SamplingParams = SamplingParams()
+    pooling: Pooling | None = None  # instead of output
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     priority: int = 0
@@ -93,6 +95,7 @@ class Request:
     stream_interval: int = 1  # output tokens per delta; the first one is reported at once
     late_inputs: bool = False  # its sampling depends on what the commit before it finds
     grammar: Grammar | None = None  # which outputs it may have; then late_inputs is set
+    pooling: Pooling | None = None  # wanted of its last position; then max_tokens is 1
     leader: int | None = (
         None  # id of the sample of the same prompt whose prefix this one waits to share
     )

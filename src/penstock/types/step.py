@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.types.pooling import Pooling
 from penstock.types.sampling import SamplingParams
 
 Int32s = NDArray[np.int32]
@@ -39,6 +40,7 @@ class RowJoin:
     num_prompt: int  # tokens of the user's prompt, the rest of token_ids was generated
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+    pooling: Pooling | None = None
 
 
 class _BlockOp(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -166,7 +168,8 @@ class StepResult:
     """What the device found. token_ids[i, :num_accepted[i]] are entry i's new tokens (none for a
     middle chunk). `num_drafts[i]`: tokens its row has drafted for its next step; None: nobody does.
 
-    `logprobs[i]` and `prompt_logprobs[i]` exist for the entries that asked, keyed by entry index.
+    `logprobs[i]`, `prompt_logprobs[i]` and `pooled[i]` exist for the entries that asked, keyed by
+    entry index.
     `error` fails every request of the step, `failures[i]` the request of entry i alone: why.
     """
 
@@ -178,4 +181,5 @@ class StepResult:
     num_drafts: Int32s | None = None  # [N]
     error: str | None = None
     failures: dict[int, str] = field(default_factory=dict)
+    pooled: dict[int, Float32s] = field(default_factory=dict)
     ran_as: RanAs = RanAs.EAGER

@@ -250,6 +250,7 @@ def _replace(name: str, words: str, by: str) -> str:
 # What decoder checkpoints call the parts of `layers.decoder.Decoder`.
 DECODER_NAMES = rules(
     rename("model.embed_tokens", "embed"),
+    rename_some("embed_tokens", "embed"),  # embedding models may leave out the first word
     rename("model.layers", "layers"),
     rename("model.norm", "norm"),
     rename("lm_head", "head"),

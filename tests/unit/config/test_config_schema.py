@@ -96,7 +96,7 @@ MALFORMED = [
         {"moe_config": {"load_balancer": {"num_slot": 3}}},
         "unknown field 'num_slot' in moe_config.load_balancer; did you mean 'num_slots'?",
     ),
-    ({"encode_only": True}, "encode_only cannot be used: there is no embedding or reward mode"),
+    ({"encode_only": True}, "encode_only cannot be used: set task to embed, or to score"),
     ({"enable_lora": True}, "enable_lora cannot be used: adapters are not there yet"),
     ({"tokenizer_revision": "v2"}, "tokenizer_revision cannot be used"),
     (

@@ -7,6 +7,7 @@ from fake_engine import make_info
 
 from penstock.errors import RequestError
 from penstock.frontend.limits import MAX_STOP_STRING_CHARS, make_requests
+from penstock.types.pooling import Pooling, Task
 from penstock.types.request import GenerateInput
 from penstock.types.sampling import SamplingParams
 
@@ -16,7 +17,7 @@ INFO = make_info(max_seq_len=10, max_num_tokens=8, vocab_size=100, eos_token_ids
 def requests_of(ids=(5, 6, 7), info=INFO, eos_ids=(2, 9), **changes):
     input_fields = {
         name: changes.pop(name)
-        for name in ("truncate_prompt_tokens", "cache_salt", "priority")
+        for name in ("truncate_prompt_tokens", "cache_salt", "priority", "pooling")
         if name in changes
     }
     ask = GenerateInput(token_ids=ids, sampling=SamplingParams(**changes), **input_fields)
@@ -44,6 +45,16 @@ def test_wrong_requests_are_refused_with_value_and_limit(changes, code, words):
     with pytest.raises(RequestError, match=words) as caught:
         requests_of(**changes)
     assert caught.value.code == code
+
+
+def test_text_and_vectors_are_asked_of_models_that_are_served_for_them():
+    embeds = make_info(task=Task.EMBED)
+    [request] = requests_of(info=embeds, pooling=Pooling(), max_tokens=1)
+    assert request.pooling == Pooling()
+    with pytest.raises(RequestError, match="served to embed"):
+        requests_of(info=embeds)
+    with pytest.raises(RequestError, match="served to generate"):
+        requests_of(pooling=Pooling(), max_tokens=1)
 
 
 def test_long_prompt_needs_chunked_prefill():

@@ -96,13 +96,14 @@ def test_only_files_that_are_read_are_downloaded(monkeypatch, tmp_path):
 
     files = [
         "config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "tokenizer.model",
-        "chat_template.jinja", "pytorch_model.bin", "original/consolidated.00.pth",
+        "chat_template.jinja", "1_Pooling/config.json",
+        "pytorch_model.bin", "original/consolidated.00.pth",
         "consolidated.safetensors", "onnx/model.safetensors", "README.md",
     ]  # fmt: skip
     kept = filter_repo_objects(
         files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
     )
-    assert list(kept) == files[:5]
+    assert list(kept) == files[:6]
 
 
 def test_tiny_is_part_of_the_package_and_needs_no_cache(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.server.auth import TENANT
 from penstock.server.openai.chat import chat_completions
 from penstock.server.openai.completions import completions
+from penstock.server.openai.pooling import embeddings
 from penstock.server.refusals import EXCEPTION_HANDLERS
 from penstock.server.state import ServerState
 from penstock.types.tenant import Tenant
@@ -29,6 +30,7 @@ def endpoints_app(state: ServerState) -> ASGIApp:
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )

@@ -16,7 +16,7 @@ import msgspec
 from penstock.errors import RequestError
 from penstock.server.body import decode_json
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 MAX_ID_CHARS = 512
 MAX_SHOWN_ERRORS = 100
 _FIELDS = ("custom_id", "method", "url", "body")

@@ -64,7 +64,6 @@ FIELDS = {
     "prompt_token_ids": "The whole prompt as token ids; messages are then not rendered.",
     "add_generation_prompt": "End the prompt with the opening of the assistant's turn.",
     "continue_final_message": "Go on with the last message, which must be an assistant's.",
-    "documents": "For chat templates that take documents.",
     "chat_template_kwargs": "Passed on to the chat template.",
     "user": "Not used.",
     "metadata": "Of a batch or a response: kept with it, at most 16 texts. Elsewhere not used.",
@@ -72,7 +71,7 @@ FIELDS = {
     "store": "Of a response: false does not store it; null: stored, where the server stores any. "
     "Elsewhere not used: nothing is stored.",
     "input": "A text, or the items of a conversation: messages, function calls and their outputs, "
-    "reasoning.",
+    "reasoning. Of embeddings: as prompt of completions.",
     "instructions": "A system message before the conversation; the next response does not "
     "inherit it.",
     "previous_response_id": "A stored response whose conversation goes on.",
@@ -102,6 +101,19 @@ FIELDS = {
     "include_obfuscation": "Nothing is added to events.",
     "safety_identifier": "Not used.",
     "prompt_cache_key": "Not used: prefixes are found by themselves.",
+    "encoding_format": "float: a list of numbers; base64: the bytes of 32-bit floats, the lowest "
+    "first.",
+    "dimensions": "Return the first so many numbers, of length 1 again. null: all.",
+    "normalize": "false: embeddings as the model has them. null: of length 1, unless the model's "
+    "folder says otherwise.",
+    "text_1": "A text for all of text_2, or as many.",
+    "text_2": "A text, or a list of them.",
+    "query": "What documents are looked for.",
+    "documents": "For chat templates that take documents. Of rerank: the texts to sort.",
+    "instruction": "What the query is for, in the words of the model. null: a web search where the "
+    "model scores, nothing where it embeds.",
+    "top_n": "Return the best so many. null: all.",
+    "return_documents": "false: without the documents.",
     "return_token_strs": "Return the text of each token, too.",
     "tokens": "Token ids.",
     "input_file_id": "A file of POST /v1/files, at most 50,000 requests.",

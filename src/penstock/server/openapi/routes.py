@@ -19,9 +19,15 @@ from penstock.server.batches.records import (
 )
 from penstock.server.openai import reply
 from penstock.server.openai.models import ModelCard
+from penstock.server.openai.pooling import EmbeddingResponse, RerankResponse, ScoreResponse
 from penstock.server.openai.requests.batches import BatchRequest
 from penstock.server.openai.requests.chat import ChatRequest
 from penstock.server.openai.requests.completions import CompletionRequest
+from penstock.server.openai.requests.pooling import (
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from penstock.server.openai.requests.responses import ResponsesRequest
 from penstock.server.openai.requests.schema import Strict
 from penstock.server.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
@@ -148,6 +154,36 @@ ROUTES: Mapping[tuple[str, str], RouteText] = {
         example={"messages": _MESSAGES},
         error_record=AnthropicError,
     ),
+    ("POST", "/v1/embeddings"): RouteText(
+        summary="A vector for each text; of a model that is served to embed",
+        group="pooling",
+        request=EmbeddingRequest,
+        response=EmbeddingResponse,
+        errors=_ASK,
+        example={"input": ["The capital of France is Paris."], "encoding_format": "float"},
+    ),
+    **{
+        ("POST", path): RouteText(
+            summary="How well pairs of texts fit; of a model that is served to embed or score",
+            group="pooling",
+            request=ScoreRequest,
+            response=ScoreResponse,
+            errors=_ASK,
+            example={"text_1": "Where is Paris?", "text_2": ["In France.", "A fox runs."]},
+        )
+        for path in ("/v1/score", "/score")
+    },
+    **{
+        ("POST", path): RouteText(
+            summary="Documents by how well they fit a query, the best first",
+            group="pooling",
+            request=RerankRequest,
+            response=RerankResponse,
+            errors=_ASK,
+            example={"query": "Where is Paris?", "documents": ["A fox runs.", "In France."]},
+        )
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    },
     ("POST", "/tokenize"): RouteText(
         summary="Token ids of a text or a conversation",
         group="generation",

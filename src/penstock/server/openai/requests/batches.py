@@ -11,7 +11,7 @@ Short = Annotated[str, Field(max_length=512)]
 
 class BatchRequest(Strict):
     input_file_id: Annotated[str, Field(max_length=64)]
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Short], Field(max_length=16)] | (
         None

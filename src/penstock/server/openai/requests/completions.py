@@ -20,45 +20,48 @@ from penstock.types.request import GenerateInput
 MAX_PROMPTS = 1024
 
 
-def _prompts(value: Any) -> Any:
-    """str | [str] | [int] | [[int]] -> a list of texts or id lists, checked."""
-    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-        value = [value]
-    if not isinstance(value, list):
-        raise _bad_prompt(f"it is {shown(value)}")
-    if not value:
-        raise _bad_prompt("it is empty")
-    if len(value) > MAX_PROMPTS:
-        raise RequestError(
-            "invalid_value",
-            f"prompt holds {len(value)} prompts, at most {MAX_PROMPTS} may come in one request",
-            "prompt",
+def prompts(name: str) -> PlainValidator:
+    """Of field `name`: str | [str] | [int] | [[int]] -> a list of texts or id lists, checked."""
+
+    def bad(what: str) -> RequestError:
+        return RequestError(
+            "invalid_type",
+            f"{name} must be a text, a list of texts, a list of token ids or a list of such lists; "
+            f"{what}",
+            name,
         )
-    for index, prompt in enumerate(value):
-        if isinstance(prompt, str):
-            continue
-        if not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
-            raise _bad_prompt(f"prompt[{index}] is {shown(prompt)}")
-        if min(prompt) < 0 or max(prompt) > INT32_MAX:
-            raise _bad_prompt(f"prompt[{index}] holds a number that is no token id")
-    return value
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+            value = [value]
+        if not isinstance(value, list):
+            raise bad(f"it is {shown(value)}")
+        if not value:
+            raise bad("it is empty")
+        if len(value) > MAX_PROMPTS:
+            raise RequestError(
+                "invalid_value",
+                f"{name} holds {len(value)} prompts, at most {MAX_PROMPTS} may come in one request",
+                name,
+            )
+        for index, prompt in enumerate(value):
+            if isinstance(prompt, str):
+                continue
+            if not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
+                raise bad(f"{name}[{index}] is {shown(prompt)}")
+            if min(prompt) < 0 or max(prompt) > INT32_MAX:
+                raise bad(f"{name}[{index}] holds a number that is no token id")
+        return value
+
+    return PlainValidator(check)
 
 
 _SHOWN_IDS = Annotated[list[Count], Field(min_length=1)]
-_SHOWN_PROMPT = shown_as(
+SHOWN_PROMPTS = shown_as(
     str
     | _SHOWN_IDS
     | Annotated[list[str | _SHOWN_IDS], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
-
-
-def _bad_prompt(what: str) -> RequestError:
-    return RequestError(
-        "invalid_type",
-        "prompt must be a text, a list of texts, a list of token ids or a list of such lists; "
-        f"{what}",
-        "prompt",
-    )
 
 
 class CompletionRequest(GenerationFields):
@@ -67,7 +70,7 @@ class CompletionRequest(GenerationFields):
         "suffix": "filling in the middle is not supported; put the model's markers in the prompt",
     }
 
-    prompt: Annotated[list[str | TokenIds], PlainValidator(_prompts), _SHOWN_PROMPT]
+    prompt: Annotated[list[str | TokenIds], prompts("prompt"), SHOWN_PROMPTS]
     logprobs: Int32 | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
