@@ -281,4 +281,6 @@ def test_the_commands_of_the_page_work(server, tmp_path):
         )
         has_id = "{" in command.split("'")[1] if "'" in command else False
         expected = {"404"} if has_id or "input_file_id" in command else {"200", "204"}
+        if re.search("/embeddings|score|rerank", command):
+            expected = {"400"}  # of a model that generates
         assert done.stdout in expected, (command, done.stdout, done.stderr)
