@@ -92,10 +92,6 @@ class Scheduler:
         """End every request of an API server that is gone."""
         return [self.abort(one) for one in list(self._by_id) if client_of(one) == client_id]
 
-    def fail_all(self, message: str) -> list[TokenDelta]:
-        """End every open request; the device is gone."""
-        return [self._fail(seq, message) for seq in list(self._by_id.values())]
-
     # What can be seen
 
     @property

@@ -22,7 +22,7 @@ from penstock.engine.mailbox import Mailbox
 from penstock.hub.folder import local_folder
 from penstock.hub.generation_config import sampling_defaults
 from penstock.hub.task import served_task
-from penstock.ipc.messages import Deltas, EngineInfo, Fatal
+from penstock.ipc.messages import EngineInfo, Fatal
 from penstock.ipc.process import ForkedWorkers
 from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
@@ -37,7 +37,6 @@ from penstock.runtime.ranks import RankGroup
 from penstock.runtime.timeline import Timeline
 from penstock.types.cache_spec import CacheSize
 from penstock.types.pooling import Task
-from penstock.types.request import client_of
 from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import StepPlan, StepResult
@@ -183,7 +182,7 @@ class Engine:
         )
 
     def run(self) -> None:
-        """Serve until stopped. Whatever ends the loop, every open request gets its last event."""
+        """Serve until stopped. Whatever ends the loop, clients are told."""
         try:
             self.loop.run()
         except Exception as error:
@@ -194,8 +193,7 @@ class Engine:
         self._ranks.stop()
 
     def _say_goodbye(self, message: str) -> None:
-        for delta in self.scheduler.fail_all(message):
-            self._mailbox.send(client_of(delta.request_id), Deltas(deltas=(delta,)))
+        """Clients end their requests with it, or send those without a token to another engine."""
         self.grammars.close()
         self._mailbox.broadcast(Fatal(message=message))
 

@@ -1,8 +1,9 @@
 """`EngineClient`: requests down to the engine(s), token deltas up, one terminal delta per request.
 
 Of several engines `routing` picks one for each submit. Whatever happens to an engine, every request
-it held ends: with what the engine said, or with `FinishReason.ERROR`. One that is started again is
-greeted again and then takes requests like the others. Knows no text.
+it held ends: with what the engine said, or with `FinishReason.ERROR`. Those that had no token yet
+go to another engine, once. One that is started again is greeted again and then takes requests like
+the others. Knows no text.
 Everything here runs in one event loop; only `engine_died` may be called from other threads.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from penstock import log
-from penstock.errors import BackendError, WorkerDied
+from penstock.errors import BackendError, PenstockError, WorkerDied
 from penstock.frontend.capacity import Capacity, Holdings
 from penstock.frontend.routing import Router
 from penstock.ipc.address import address
@@ -63,6 +64,7 @@ class _EngineLink:
         self._loop = loop
         self.ready = self._new_future()
         self.sinks: dict[int, Sink] = {}  # of every open request
+        self._silent: dict[int, Request] = {}  # that may move, until a delta
         self._holdings = holdings
         self._held: dict[int, tuple[int, int]] = {}  # their tenants and prompt tokens
         self.counters = EngineCounters()
@@ -98,23 +100,38 @@ class _EngineLink:
         self.counters = EngineCounters()
         self.failure, self.ready = None, self._new_future()
 
-    def open(self, requests: Sequence[Request], sink: Sink) -> None:
+    def open(self, requests: Sequence[Request], sink: Sink, may_move: bool) -> None:
+        """`may_move`: to another engine, if this one dies before their first token."""
         for request in requests:
             self.sinks[request.id] = sink
+            if may_move:
+                self._silent[request.id] = request
             self._held[request.id] = request.tenant, len(request.prompt_ids)
             self._holdings.change(request.tenant, 1, len(request.prompt_ids))
 
     def deliver(self, delta: TokenDelta) -> None:
         """To its sink; news of a request that has already ended is dropped."""
+        if self._silent:
+            self._silent.pop(delta.request_id, None)
         if delta.finish is None:
             sink = self.sinks.get(delta.request_id)
         else:
-            sink = self.sinks.pop(delta.request_id, None)
-            if sink is not None:
-                tenant, num_tokens = self._held.pop(delta.request_id)
-                self._holdings.change(tenant, -1, -num_tokens)
+            sink = self._close(delta.request_id)
         if sink is not None:
             sink(delta)
+
+    def _close(self, request_id: int) -> Sink | None:
+        sink = self.sinks.pop(request_id, None)
+        if sink is not None:
+            tenant, num_tokens = self._held.pop(request_id)
+            self._holdings.change(tenant, -1, -num_tokens)
+        return sink
+
+    def take_silent(self) -> list[tuple[Request, Sink]]:
+        """Requests that had no delta and may move: they are not this engine's any more."""
+        silent, self._silent = self._silent, {}
+        taken = [(request, self._close(request.id)) for request in silent.values()]
+        return [(request, sink) for request, sink in taken if sink is not None]
 
     def end(self, ids: Iterable[int], finish: FinishReason, error: str | None = None) -> None:
         for one in ids:
@@ -238,11 +255,14 @@ class EngineClient:
 
         `sink` is called in the loop with each of their deltas as it arrives, and must not raise.
         """
+        self._submit(requests, sink, may_move=len(self._links) > 1)
+
+    def _submit(self, requests: Sequence[Request], sink: Sink, may_move: bool) -> None:
         link = self._pick(requests)
         link.sender.send(Submit(requests=tuple(requests)))
         if not link.sinks:
             link.last_heard = self._clock()  # an idle engine need not have said anything
-        link.open(requests, sink)
+        link.open(requests, sink, may_move)
 
     def abort(self, ids: Iterable[int]) -> None:
         """End these requests now; unknown and ended ones are ignored."""
@@ -262,7 +282,7 @@ class EngineClient:
         link = self._links[index]
 
         def fail() -> None:
-            link.fail(message, WorkerDied)
+            self._fail(link, message, WorkerDied)
             if restarts and self._info is not None:  # before the first start, that has failed
                 link.reopen()
                 if self._router is not None:
@@ -278,6 +298,19 @@ class EngineClient:
             self._loop.call_soon_threadsafe(fail_after_last_words)
         except RuntimeError:  # the loop is closed: nobody is left to be told
             _log.warning("%s", message)
+
+    def _fail(self, link: _EngineLink, message: str, error_type: type[BackendError]) -> None:
+        """The engine is gone: requests that had no token yet go to another one, the others end."""
+        if link.failure is not None:
+            return
+        moving = link.take_silent()
+        link.fail(message, error_type)
+        for request, sink in moving:
+            try:
+                self._submit([request], sink, may_move=False)
+            except PenstockError as error:
+                what = f"{message}; no other engine takes the request: {error}"
+                sink(TokenDelta(request_id=request.id, finish=FinishReason.ERROR, error=what))
 
     def end_all(self, reason: str) -> None:
         """End every open request with this error, and take no more."""
@@ -336,4 +369,4 @@ class EngineClient:
                 if not link.ready.done():
                     link.ready.set_result(info)
             case Fatal(message=reason):
-                link.fail(reason, BackendError)
+                self._fail(link, reason, BackendError)

@@ -301,6 +301,7 @@ def test_an_engine_that_is_started_again_takes_requests_again(connect, run):
         async with connect(ENDLESS, num_engines=2) as (client, engines):
             streams = [Stream(client, [request(client, 10**6)]) for _ in range(2)]
             await until(lambda: all(engine.submitted() for engine in engines))
+            await streams[0].receive()
             engines[0].going.clear()  # it would say other figures of its own
             engines[0].send(Stats(counters=EngineCounters(finished=5, waiting=3), iterations=()))
             await until(lambda: client.counters.finished == 5)
@@ -319,5 +320,48 @@ def test_an_engine_that_is_started_again_takes_requests_again(connect, run):
                 await until(lambda: len(again.submitted()) == 2)
             finally:
                 again.stop()
+
+    run(scenario())
+
+
+def test_requests_without_a_token_go_to_another_engine_once(connect, run):
+    async def scenario():
+        async with connect(ENDLESS, num_engines=3) as (client, engines):
+            for engine in engines:
+                engine.going.clear()
+            streams = [Stream(client, [request(client, 10**6)]) for _ in range(3)]
+            await until(lambda: all(len(engine.submitted()) == 1 for engine in engines))
+            engines[0].stop()
+            client.engine_died(0, "killed by signal 9", restarts=True)
+            await until(lambda: sum(len(engine.submitted()) for engine in engines[1:]) == 3)
+            second = max((1, 2), key=lambda i: len(engines[i].submitted()))
+            moved, own = engines[0].submitted()[0].id, engines[second].submitted()[0].id
+            assert client.num_open == client.capacity.holdings.total()[:, 0].sum() == 3
+            engines[second].send(Fatal(message="out of memory"))
+            [end] = await all_of(streams[0])  # it has moved before
+            assert (end.request_id, end.finish) == (moved, FinishReason.ERROR)
+            assert "out of memory" in end.error
+            last = engines[3 - second]
+            await until(lambda: own in {one.id for one in last.submitted()})
+            last.going.set()
+            for stream in streams[1:]:
+                assert (await stream.receive()).token_ids
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_where_no_engine_is_left_requests_fail_with_the_reason(connect, run, num_engines):
+    async def scenario():
+        async with connect(ENDLESS, num_engines=num_engines) as (client, engines):
+            for engine in engines:
+                engine.going.clear()
+            stream = Stream(client, [request(client, 10**6)])
+            await until(lambda: any(engine.submitted() for engine in engines))
+            for engine in engines:
+                engine.send(Fatal(message="out of memory"))
+            [end] = await all_of(stream)
+            assert end.finish is FinishReason.ERROR and "out of memory" in end.error
+            assert client.num_open == 0
 
     run(scenario())
