@@ -31,7 +31,7 @@ from sse_client import read_all, request_bytes
 
 from penstock.config.schema import EngineConfig
 from penstock.frontend import engine_handle
-from penstock.frontend.pipeline import Generation
+from penstock.frontend.generation import Generation
 from penstock.frontend.sample import Sample
 from penstock.hub.folder import local_folder
 from penstock.ipc import messages

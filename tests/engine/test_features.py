@@ -79,6 +79,30 @@ def chunks(server: Server, path: str = COMPLETIONS, **fields: Any) -> list[dict[
 # Sampling
 
 
+def test_beam_search_returns_the_likeliest_outputs(server, model, tokenizer, client):
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        found = model.generate(
+            ids, num_beams=4, num_return_sequences=2, max_new_tokens=8, do_sample=False
+        )
+    expected = tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
+    asked = {"use_beam_search": True, "best_of": 4, "n": 2, "max_tokens": 8}
+    reply = complete(server, **asked)
+    assert [choice["text"] for choice in reply["choices"]] == expected
+    assert reply["usage"]["completion_tokens"] == 16
+    said = client.chat.completions.create(
+        model="any",
+        messages=[{"role": "user", "content": "Hi"}],
+        n=2,
+        max_tokens=4,
+        extra_body={"use_beam_search": True, "early_stopping": 1},
+    )
+    assert [choice.index for choice in said.choices] == [0, 1]
+    for wrong in ({"use_beam_search": True, "stream": True}, {"length_penalty": 2.0}):
+        refused = server.http.post(COMPLETIONS, json={"prompt": PROMPT, **wrong})
+        assert refused.status_code == 400 and "use_beam_search" in refused.text
+
+
 @torch.inference_mode()
 def next_logits(model: transformers.PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0, -1]

@@ -13,7 +13,7 @@ import tokenizers
 from penstock.config.schema import EngineConfig
 from penstock.errors import CapacityError, RequestError
 from penstock.frontend.capacity import Capacity
-from penstock.frontend.pipeline import OnBug, OnText
+from penstock.frontend.generation import OnBug, OnText
 from penstock.ipc.messages import EngineInfo
 from penstock.server.app import build_app
 from penstock.server.drain import Drain

@@ -179,7 +179,7 @@ CASES: dict[str, tuple[tuple[str, str, Any], int, str]] = {
     "long salt": (completion(cache_salt="a" * 1000), 400, "cache_salt"),
     # known, not built
     "suffix": (completion(suffix="end"), 400, "suffix is 'end'"),
-    "beam search": (completion(use_beam_search=True), 400, "beam search"),
+    "beam search": (completion(use_beam_search=True, top_p=0.5), 400, "top_p does not work"),
     "adapter": (completion(lora_request={"lora_name": "a", "lora_int_id": 1}), 400, "adapters"),
     "disaggregation": (
         completion(disaggregated_params={"request_type": "x"}),
@@ -258,8 +258,8 @@ CASES: dict[str, tuple[tuple[str, str, Any], int, str]] = {
     "text to detokenize": (("POST", "/detokenize", {"tokens": "5"}), 400, "tokens is '5'"),
     "unknown token": (("POST", "/detokenize", {"tokens": [2**31 - 1]}), 400, "2147483647"),
     # routes
-    "unknown route": (("POST", "/v1/embeddings", {}), 404, "Not Found"),
-    "unknown route with a slash": (("POST", "/v1/embeddings/", {}), 404, "Not Found"),
+    "unknown route": (("POST", "/v1/images/generations", {}), 404, "Not Found"),
+    "unknown route with a slash": (("POST", "/v1/images/generations/", {}), 404, "Not Found"),
     "trailing slash": (("POST", COMPLETIONS + "/", {}), 400, "'prompt' is missing"),
     "wrong method": (("GET", COMPLETIONS, None), 405, "Method Not Allowed"),
     "delete": (("DELETE", "/health", None), 405, "Method Not Allowed"),

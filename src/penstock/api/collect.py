@@ -4,7 +4,7 @@ import math
 from itertools import chain
 
 from penstock.errors import BackendError, PenstockError
-from penstock.frontend.pipeline import Generation
+from penstock.frontend.generation import Generation
 from penstock.text.tools.calls import joined
 from penstock.types.outputs import CompletionOutput, RequestOutput, TextDelta, Usage
 from penstock.types.request import FinishReason
@@ -54,6 +54,7 @@ def _completion(deltas: list[TextDelta]) -> CompletionOutput:
         finish_reason=last.finish,
         stop_reason=last.stop_reason,
         pooled=last.pooled,
+        beam_score=last.beam_score,
         logprobs=logprobs,
         cumulative_logprob=math.fsum(one.logprob for one in logprobs) if logprobs else None,
     )

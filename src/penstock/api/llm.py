@@ -27,7 +27,8 @@ from penstock.api.collect import Collector
 from penstock.config.schema import EngineConfig
 from penstock.errors import RequestError
 from penstock.frontend.engine_handle import EngineHandle
-from penstock.frontend.pipeline import Generation, GenerationPipeline
+from penstock.frontend.generation import Generation
+from penstock.frontend.pipeline import GenerationPipeline
 from penstock.frontend.pooling import SAMPLING, check_dimensions, embedding, need_task
 from penstock.frontend.start import start_pipeline
 from penstock.types.outputs import EmbeddingOutput, RequestOutput, TextDelta

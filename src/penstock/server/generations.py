@@ -4,8 +4,8 @@ A streamed token comes from the engine's message to the socket in one chain of c
 or a queue in between:
 
     _EngineLink.deliver      frontend/client.py       TokenDelta, to the generation of its request
-    Generation.on_tokens     frontend/pipeline.py     TokenDelta -> TextDelta (`Sample.push`)
-    Generation._pass_on      frontend/pipeline.py     TextDelta, once there is something to send
+    Generation.on_tokens     frontend/generation.py   TokenDelta -> TextDelta (`Sample.push`)
+    Generation._pass_on      frontend/generation.py   TextDelta, once there is something to send
     Generations.on_text      server/generations.py    TextDelta of one prompt, measured
     EventStream.write_event  server/sse.py            TextDelta -> bytes (`Responder.event`)
     SocketPipe.write         server/pipe.py           bytes, to the connection
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from penstock.errors import BackendError
-from penstock.frontend.pipeline import Generation, GenerationPipeline
+from penstock.frontend.generation import Generation
+from penstock.frontend.pipeline import GenerationPipeline
 from penstock.metrics.events import Event, FirstToken, MoreTokens, SampleFinished
 from penstock.types.outputs import TextDelta, Usage
 from penstock.types.request import FinishReason, GenerateInput
@@ -206,6 +207,7 @@ def _joined(parts: Sequence[TextDelta]) -> TextDelta:
         stop_reason=last.stop_reason,
         tokens_per_step=last.tokens_per_step,
         pooled=last.pooled,
+        beam_score=last.beam_score,
     )
 
 

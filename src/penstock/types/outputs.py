@@ -71,6 +71,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     error: str | None = None  # with FinishReason.ERROR: what went wrong, for the user
     tokens_per_step: float = 1.0  # with finish: of all its output
     pooled: bytes = b""  # what `GenerateInput.pooling` asked for, float32
+    beam_score: float | None = None  # with finish, of a beam search
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     cumulative_logprob: float | None = None
     pooled: bytes = b""  # for `EmbeddingOutput`
+    beam_score: float | None = None  # log-probability / length ** length_penalty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from penstock.errors import RequestError
 from penstock.types.guided_decoding import GuidedDecodingParams
@@ -25,7 +26,12 @@ BOUNDS: Mapping[str, tuple[float, float | None]] = {  # of single fields, both i
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "n": (1, MAX_SAMPLES),
+    "length_penalty": (-10.0, 10.0),
 }
+_NOT_WITH_BEAMS = (
+    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "logit_bias", "stop", "prompt_logprobs", "guided_decoding"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False  # of `best_of` beams, else `n`; the best `n` are returned
+    length_penalty: float = 1.0  # a beam's log-probability is divided by length ** this
+    early_stopping: bool | Literal["never"] = False  # when nothing better is looked for
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -73,6 +82,21 @@ class SamplingParams:
             raise RequestError("invalid_value", "stop: an empty string never ends anything", "stop")
         for token_id, bias in self.logit_bias.items():
             _within(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+        if self.use_beam_search:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        """Beams go by the model's own log-probabilities, and end by ids."""
+        if self.temperature not in (0.0, 1.0):
+            what = f"temperature is {self.temperature}"
+            raise RequestError("unsupported", f"{what}, beam search has none", "temperature")
+        for name in _NOT_WITH_BEAMS:
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != ({} if name == "logit_bias" else default):
+                raise RequestError(
+                    "unsupported", f"{name} does not work with use_beam_search", name
+                )
 
     @property
     def is_greedy(self) -> bool:

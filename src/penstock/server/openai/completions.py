@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import RequestError
-from penstock.frontend.pipeline import Generation
+from penstock.frontend.generation import Generation
 from penstock.server.access_log import tell_access_log
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body

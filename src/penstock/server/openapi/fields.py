@@ -15,6 +15,11 @@ FIELDS = {
     "max_completion_tokens": "The same as max_tokens.",
     "n": "Outputs to return for each prompt.",
     "best_of": "Outputs to generate for each prompt; the n likeliest are returned.",
+    "use_beam_search": "Look for the likeliest outputs: best_of beams, or n, and the best n are "
+    "returned.",
+    "length_penalty": "Of a beam search: log-probabilities are divided by length to this power.",
+    "early_stopping": "Of a beam search: true ends it with as many outputs as beams; false (0) "
+    "when a better one is not likely; never (another number than 0 and 1) when none can come.",
     "stream": "Send server-sent events as tokens come, then `data: [DONE]`.",
     "stream_options": "How to stream; only with stream.",
     "include_usage": "Send a last event with the numbers of tokens.",

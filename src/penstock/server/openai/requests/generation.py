@@ -4,7 +4,7 @@ A field that is known but not built yet is refused when it asks for something.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -67,9 +67,6 @@ class StreamOptions(Strict):
 class GenerationFields(Strict):
     NESTED: ClassVar[Mapping[str, type[Strict]]] = {"stream_options": StreamOptions}
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        "use_beam_search": "beam search is not supported",
-        "length_penalty": "it only means something in a beam search, which is not supported",
-        "early_stopping": "it only means something in a beam search, which is not supported",
         "top_p_min": "top_p decay is not supported",
         "prompt_ignore_length": "penalties always see the whole prompt",
         "return_context_logits": "logits are not returned; ask for prompt_logprobs",
@@ -124,7 +121,7 @@ class GenerationFields(Strict):
 
     use_beam_search: bool = False
     length_penalty: float = 1.0
-    early_stopping: bool | int = False
+    early_stopping: bool | Int32 | Literal["never"] = False
     top_p_min: float = 0.0
     prompt_ignore_length: int = 0
     return_context_logits: bool = False
@@ -148,6 +145,16 @@ class GenerationFields(Strict):
                 "stream_options is only allowed with stream: true",
                 "stream_options",
             )
+        if self.use_beam_search and self.stream:
+            raise RequestError(
+                "unsupported",
+                "use_beam_search is true: the best outputs are known only at the end; leave out "
+                "stream",
+                "use_beam_search",
+            )
+        for name in ("length_penalty", "early_stopping"):
+            if not self.use_beam_search and getattr(self, name) != fields[name].default:
+                raise RequestError("invalid_value", f"{name} needs use_beam_search: true", name)
         if self.stream and self.best_of is not None and self.best_of > self.n:
             raise RequestError(
                 "unsupported",
@@ -179,7 +186,9 @@ class GenerationFields(Strict):
             {name: getattr(self, name) for name in structured.FIELDS}
         )
         given = given | changes
-        if given.get("temperature") == 0:
+        if not isinstance(self.early_stopping, bool | str):  # TensorRT-LLM's numbers
+            given["early_stopping"] = {0: False, 1: True}.get(self.early_stopping, "never")
+        if given.get("temperature") == 0 or self.use_beam_search:
             defaults = {name: value for name, value in defaults.items() if name == "max_tokens"}
         if given["min_tokens"] > defaults.get("max_tokens", given["min_tokens"]):
             defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
@@ -191,6 +200,7 @@ _SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "prompt_logprobs", "n", "best_of", "detokenize"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
+    *("use_beam_search", "length_penalty", "early_stopping"),
 )
 
 
