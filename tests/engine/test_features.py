@@ -79,6 +79,65 @@ def chunks(server: Server, path: str = COMPLETIONS, **fields: Any) -> list[dict[
 # Sampling
 
 
+def test_allowed_tokens_and_bad_words(server, tokenizer):
+    ids = tokenizer.encode(" swan lived", add_special_tokens=False)
+    only = choice_of(server, max_tokens=6, allowed_token_ids=ids, return_token_ids=True)
+    assert only["token_ids"] and set(only["token_ids"]) <= set(ids)
+    free = choice_of(server, max_tokens=16)["text"]
+    assert "swan" in free and "lived near" in free
+    without = choice_of(server, max_tokens=16, bad_words=["swan", "lived near"])["text"]
+    assert "swan" not in without and "lived near" not in without
+    refused = server.http.post(COMPLETIONS, json={"prompt": PROMPT, "bad_words": ["x" * 99]})
+    assert refused.status_code == 400 and "a word has 1 to 8" in refused.text
+
+
+def test_ids_and_names_of_what_was_made(server, tokenizer):
+    ids = tokenizer.encode(PROMPT, add_special_tokens=False)
+    choice = choice_of(server, max_tokens=2, return_token_ids=True, logprobs=1)
+    assert choice["prompt_token_ids"] == ids
+    assert tokenizer.decode(choice["token_ids"]) == choice["text"]
+    named = choice_of(server, max_tokens=2, return_tokens_as_token_ids=True, logprobs=1)
+    tokens = [f"token_id:{one}" for one in choice["token_ids"]]
+    assert named["logprobs"]["tokens"] == tokens
+    assert named["logprobs"]["token_logprobs"] == choice["logprobs"]["token_logprobs"]
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "request_id": "my-1"}
+    said = server.post(CHAT, **asked, temperature=0, return_token_ids=True)
+    assert said["id"] == "chatcmpl-my-1"
+    first, *others = chunks(server, CHAT, **asked, return_token_ids=True)
+    assert said["prompt_token_ids"] == first["prompt_token_ids"]
+    streamed = [one for chunk in others for c in chunk["choices"] for one in c["token_ids"]]
+    assert streamed == said["choices"][0]["token_ids"]
+    assert all("prompt_token_ids" not in chunk for chunk in others)
+
+
+def test_minus_one_keeps_all_of_a_prompt_that_fits(server):
+    reply = complete(
+        server, prompt=LONG_PROMPT * 4, truncate_prompt_tokens=-1, max_tokens=8, ignore_eos=True
+    )
+    assert reply["usage"]["total_tokens"] == MAX_SEQ_LEN
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logits_processors": ["mine"]},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [10**6]},
+        {"bad_words": ["swan"], "guided_choice": ["swan", "fox"]},
+        {"truncate_prompt_tokens": 0},
+        {"request_id": "a b"},
+        {"vllm_xargs": {"a": 1}},
+        {"kv_transfer_params": {"a": 1}},
+        {"suffix": "end"},
+        {"logprob_token_ids": [1]},
+    ],
+)
+def test_what_is_not_possible_is_refused_by_its_name(server, fields):
+    refused = server.http.post(COMPLETIONS, json={"prompt": PROMPT, **fields})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == next(iter(fields))
+
+
 def test_beam_search_returns_the_likeliest_outputs(server, model, tokenizer, client):
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():

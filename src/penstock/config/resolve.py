@@ -133,6 +133,7 @@ def resolve(
             _tokens_beside_decodes(config, kind, max_num_tokens, has_mixes=bool(at_start)),
         ),
         seed=choices.add("seed", _seed(config)),
+        logits_processors=tuple(config.logits_processors or ()),
         choices=tuple(choices.made),
     )
 

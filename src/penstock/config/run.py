@@ -80,6 +80,7 @@ class RunConfig:
     drafting: NGramDrafting | None = None  # None: one token a step and sequence
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
     max_queued_tokens: int = 1 << 40  # of prompts, waiting or running
+    logits_processors: tuple[str, ...] = ()  # names of entry points
     choices: tuple[SettingChoice, ...] = ()
 
     @property

@@ -143,6 +143,13 @@ class EngineConfig(StrictModel):
         "embed where the model's folder has a modules.json (sentence-transformers), else generate.",
         status="prototype",
     )
+    logits_processors: list[str] | None = setting(
+        None,
+        "Names of entry points (penstock.logits_processors) of installed packages that requests "
+        "may use as logits processors. They run inside the engine. null: none.",
+        status="prototype",
+        max_length=8,
+    )
     chat_template: str | None = setting(
         None,
         "Jinja chat template: a file, or the template itself. null: the tokenizer's own.",

@@ -176,6 +176,7 @@ class Engine:
             rank_weight_bytes=tuple(weights),
             timeline=tuple(timeline.phases),
             default_sampling=dict(self._sampling.values),
+            logits_processors=config.logits_processors,
             task=self._task.task,
             hidden_size=self.spec.hidden_size,
             normalizes=self._task.normalizes,

@@ -37,7 +37,17 @@ def make_requests(
             "EOS; leave one of them out",
             "ignore_eos",
         )
-    kept_ids = _truncated(prompt_ids, ask.truncate_prompt_tokens)
+    if grammar is not None and (sampling.allowed_token_ids or sampling.bad_words_token_ids):
+        name = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words"
+        raise RequestError(
+            "invalid_value",
+            f"{name} may forbid all that a grammar or a tool call allows; leave one of them out",
+            name,
+        )
+    num_kept = ask.truncate_prompt_tokens
+    if num_kept == -1:
+        num_kept = max(1, info.max_seq_len - (sampling.max_tokens or 1))
+    kept_ids = _truncated(prompt_ids, num_kept)
     _check_prompt(kept_ids, info)
     room = info.max_seq_len - len(kept_ids)
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -53,7 +63,8 @@ def make_requests(
         priority=ask.priority,
         cache_keys=_cache_keys(ask),
         stream_interval=stream_interval,
-        late_inputs=grammar is not None,
+        # A processor sees the tokens before it: nothing is drafted, the last step is committed.
+        late_inputs=grammar is not None or bool(sampling.logits_processors),
         pooling=ask.pooling,
         grammar=None if grammar is None else Grammar(text=grammar, min_tokens=sampling.min_tokens),
     )
@@ -105,7 +116,7 @@ def _truncated(ids: Sequence[int], num_kept: int | None) -> tuple[int, ...]:
     if num_kept < 1:
         raise RequestError(
             "invalid_value",
-            f"truncate_prompt_tokens is {num_kept}, it must be at least 1",
+            f"truncate_prompt_tokens is {num_kept}, it must be at least 1, or -1 for all that fit",
             "truncate_prompt_tokens",
         )
     return tuple(ids[-num_kept:])
@@ -152,6 +163,18 @@ def _check_prompt(ids: tuple[int, ...], info: EngineInfo) -> None:
 def _check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
     _check_ids("logit_bias", sampling.logit_bias, info.vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
+    _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), info.vocab_size)
+    for word in sampling.bad_words_token_ids:
+        _check_ids("bad_words", word, info.vocab_size)
+    for name in sampling.logits_processors:
+        if name not in info.logits_processors:
+            known = ", ".join(info.logits_processors) or "none"
+            raise RequestError(
+                "invalid_value",
+                f"logits_processors names '{name}', this server has {known}; list it in the "
+                "setting logits_processors",
+                "logits_processors",
+            )
     for text in sampling.stop:
         if len(text) > MAX_STOP_STRING_CHARS:
             raise RequestError(

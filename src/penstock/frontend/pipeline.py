@@ -19,6 +19,7 @@ from penstock.text.grammars.output_grammar import AnswerStart, is_free, output_g
 from penstock.text.output_parser import OutputParser
 from penstock.text.tokenizer import MAX_CHARS_PER_TOKEN, Tokenizer, check_length
 from penstock.types.request import GenerateInput
+from penstock.types.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 
 # Nobody reads an unstreamed output before its end; a report now and then keeps its size bounded.
 _UNSTREAMED_INTERVAL = 64
@@ -56,6 +57,8 @@ class GenerationPipeline:
 
         `on_first_token` is called once per sample, when its first token arrives.
         """
+        if ask.sampling.bad_words:
+            ask = replace(ask, sampling=self._with_bad_ids(ask.sampling))
         sampling = ask.sampling
         if sampling.stop and self.tokenizer is None:
             raise _needs_tokenizer("stop strings", "stop")
@@ -94,6 +97,24 @@ class GenerationPipeline:
         if searches:
             return BeamGeneration(self.client, requests[0], samples, sampling, text, on_first_token)
         return Generation(self.client, requests, samples, sampling, text, on_first_token)
+
+    def _with_bad_ids(self, sampling: SamplingParams) -> SamplingParams:
+        """A word is also bad behind a space, where most tokenizers have other tokens for it."""
+        if self.tokenizer is None:
+            raise _needs_tokenizer("bad_words", "bad_words")
+        found = dict.fromkeys(sampling.bad_words_token_ids)
+        for word in sampling.bad_words:
+            for text in (word, f" {word.lstrip()}"):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+                    raise RequestError(
+                        "invalid_value",
+                        f"bad_words: {word[:80]!r} has {len(ids)} tokens, a word has 1 to "
+                        f"{MAX_BAD_WORD_TOKENS}",
+                        "bad_words",
+                    )
+                found[ids] = None
+        return replace(sampling, bad_words=(), bad_words_token_ids=tuple(found))
 
     async def aclose(self) -> None:
         """End open requests, and what renders their messages."""

@@ -74,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     timeline: tuple[tuple[str, float], ...]  # (phase, seconds)
     # fields of `SamplingParams` that a request leaves out; integers stay integers on the way
     default_sampling: dict[str, int | float] = {}
+    logits_processors: tuple[str, ...] = ()  # that requests may name
     task: Task = Task.GENERATE
     hidden_size: int = 0
     normalizes: bool = True  # embeddings have length 1

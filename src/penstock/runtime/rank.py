@@ -115,7 +115,8 @@ def wire_runner(
     max_drafts = drafter.max_drafts if drafter is not None else 0
     rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged, max_drafts)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
-    sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed)
+    plugins = config.logits_processors
+    sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed, plugins)
     return ModelRunner(model, rows, kv, sampler, mesh, drafter), rows
 
 

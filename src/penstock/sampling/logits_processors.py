@@ -8,9 +8,7 @@ row of the step asks for it and is neutral to the others.
 Legend: L rows of logits, V vocabulary, W values of a sparse row, P rows with a filter or a bitmask.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.sampling import apply_bitmask, apply_penalties, filter_thresholds
 from penstock.kernels.transfer import to_device
+from penstock.sampling.stage import Stage, StepRows
 from penstock.sampling.state import (
     FILTERS,
     RowParams,
@@ -26,31 +25,9 @@ from penstock.sampling.state import (
     SamplingState,
     SparseRows,
 )
-from penstock.sampling.verification import DraftedRows, verify
+from penstock.sampling.token_rules import AllowedTokens, BadWords
+from penstock.sampling.verification import verify
 from penstock.types.step import LateInputs
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The rows of a step's logits: which device rows, where their new tokens stand, parameters,
-    and where tokens were drafted, which of them belong to one sequence."""
-
-    rows_L: Tensor
-    indices_L: Tensor
-    params: RowParams
-    drafted: DraftedRows | None = None
-
-
-class Stage(ABC):
-    @abstractmethod
-    def is_wanted(self, flags: SamplingFlags, late: LateInputs) -> bool:
-        """Whether a row of the step wants it; `flags` are those of all its rows."""
-
-    @abstractmethod
-    def apply(self, logits_LV: Tensor, rows: StepRows, late: LateInputs) -> None: ...
-
-    def on_commit(self, rows: StepRows, token_ids_L: Tensor) -> None:  # noqa: B027 - most keep none
-        """The rows have these new tokens: for stages that keep state, after each `apply`."""
 
 
 class Bias(Stage):
@@ -123,9 +100,10 @@ class Bitmask(Stage):
         apply_bitmask(logits_LV, positions_P, to_device(late.bitmasks, self._device))
 
 
-def make_stages(state: SamplingState) -> tuple[Stage, ...]:
+def make_stages(state: SamplingState, plugins: Sequence[Stage] = ()) -> tuple[Stage, ...]:
     """In their order. Masks come last: nothing may raise again what they forbid."""
-    return Bias(state), MinTokens(state), Penalties(state), Bitmask(state)
+    usual = Bias(state), MinTokens(state), Penalties(state)
+    return *usual, *plugins, AllowedTokens(state), BadWords(state), Bitmask(state)
 
 
 def process(logits_LV: Tensor, rows: StepRows, stages: Sequence[Stage], late: LateInputs) -> Tensor:

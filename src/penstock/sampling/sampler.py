@@ -14,9 +14,9 @@ from torch import Tensor
 
 from penstock.kernels.sampling import argmax, gumbel_argmax
 from penstock.kernels.transfer import to_device
-from penstock.sampling import logits_processors
-from penstock.sampling.logits_processors import Stage, StepRows
+from penstock.sampling import logits_processors, plugins
 from penstock.sampling.logprobs import SampledLogprobs, token_logprobs
+from penstock.sampling.stage import Stage, StepRows
 from penstock.sampling.state import FILTERS, SamplingFlags, SamplingState
 from penstock.sampling.verification import DraftedRows
 from penstock.types.step import LateInputs, RowJoin
@@ -41,13 +41,23 @@ class Sampled:
 class Sampler:
     """Owns the sampling state of `max_rows` device rows and one padding row behind them."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        seed: int,
+        plugin_names: Sequence[str] = (),
+    ) -> None:
         self._state = SamplingState(max_rows, vocab_size, device, seed)
-        self._stages = logits_processors.make_stages(self._state)
+        loaded = plugins.load(plugin_names, self._state)
+        self._stages = logits_processors.make_stages(self._state, loaded)
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows remembered is gone."""
         self._state.join(joins)
+        for stage in self._stages:
+            stage.join(joins)
 
     def sample(
         self,
@@ -67,7 +77,7 @@ class Sampler:
         flags = self._state.flags(rows)
         stages = [stage for stage in self._stages if stage.is_wanted(flags, late)]
         if stages or flags & SamplingFlags.RANDOM:
-            step = StepRows(rows_L, kv_lens_L, self._state.params(rows_L), drafted)
+            step = StepRows(rows, rows_L, kv_lens_L, self._state.params(rows_L), drafted)
             drawn_2L = self._choose(logits_LV, rows, step, flags, stages, late)
         else:
             drawn_2L = argmax(logits_LV)

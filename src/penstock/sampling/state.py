@@ -32,6 +32,9 @@ class SamplingFlags(IntFlag):
     MIN_TOKENS = 16
     PENALTIES = 32
     LOGPROBS = 64
+    ALLOWED = 128
+    BAD_WORDS = 256
+    PLUGINS = 512
 
 
 FILTERS = SamplingFlags.TOP | SamplingFlags.MIN_P
@@ -187,13 +190,13 @@ class SamplingState:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, seed: int) -> None:
         self.device = device
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._seed = seed
         num_rows = max_rows + 1
         self.biases = SparseRows(num_rows, device)
         self.stops = SparseRows(num_rows, device)
         self.seen = SeenTokens(vocab_size, device)
-        self.flags_R = np.zeros(num_rows, np.uint8)
+        self.flags_R = np.zeros(num_rows, np.uint16)
         self.top_k_R = np.zeros(num_rows, np.int32)
         self.num_logprobs_R = np.zeros(num_rows, np.int32)
         records = np.zeros(num_rows, _RECORD)
@@ -214,7 +217,7 @@ class SamplingState:
             seed = sampling.seed
             if seed is None:
                 seed = mix_seed(self._seed, join.request_id)
-            _fill(record, join.row, seed, sampling, self._vocab_size)
+            _fill(record, join.row, seed, sampling, self.vocab_size)
             record["min_length"] = min(join.num_prompt + sampling.min_tokens, _MAX_INT32)
             record["slot"] = slots.get(join.row, 0)
             bias = self._in_vocabulary(sampling.logit_bias)
@@ -247,7 +250,7 @@ class SamplingState:
 
     def _in_vocabulary(self, values: Mapping[int, float]) -> dict[int, float]:
         """A device that is asked for a token it does not have dies, so such ids end here."""
-        return {i: value for i, value in values.items() if 0 <= i < self._vocab_size}
+        return {i: value for i, value in values.items() if 0 <= i < self.vocab_size}
 
 
 def mix_seed(seed: int, request_id: int) -> int:
@@ -288,6 +291,12 @@ def _flags(sampling: SamplingParams, has_bias: bool, has_stops: bool) -> Samplin
         flags |= SamplingFlags.PENALTIES
     if sampling.logprobs is not None:
         flags |= SamplingFlags.LOGPROBS
+    if sampling.allowed_token_ids:
+        flags |= SamplingFlags.ALLOWED
+    if sampling.bad_words_token_ids:
+        flags |= SamplingFlags.BAD_WORDS
+    if sampling.logits_processors:
+        flags |= SamplingFlags.PLUGINS
     return flags
 
 

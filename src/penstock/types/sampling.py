@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.errors import RequestError
 from penstock.types.guided_decoding import GuidedDecodingParams
@@ -13,6 +13,11 @@ MAX_STOP_STRINGS = 64
 MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 1024  # tokens; every device row has room for as many as the widest request brought
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 8
+MAX_LOGITS_PROCESSORS = 8
+LOGITS_PROCESSORS = "penstock.logits_processors"  # group of entry points
 _GREEDY_EPS = 1e-5
 BOUNDS: Mapping[str, tuple[float, float | None]] = {  # of single fields, both included
     "temperature": (0.0, 100.0),
@@ -28,9 +33,11 @@ BOUNDS: Mapping[str, tuple[float, float | None]] = {  # of single fields, both i
     "n": (1, MAX_SAMPLES),
     "length_penalty": (-10.0, 10.0),
 }
+_MAPPINGS = ("logit_bias", "logits_processors")
 _NOT_WITH_BEAMS = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "logit_bias", "stop", "prompt_logprobs", "guided_decoding"),
+    *("min_tokens", "logit_bias", "stop", "prompt_logprobs", "guided_decoding", "bad_words"),
+    *("bad_words_token_ids", "allowed_token_ids", "logits_processors"),
 )
 
 
@@ -49,6 +56,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else may be drawn
+    bad_words: tuple[str, ...] = ()  # never written; become ids outside the engine
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    # by the name of an entry point that the setting of this name lists: its arguments
+    logits_processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -69,7 +81,16 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "bad_words", "bad_words_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            _within("allowed_token_ids", len(self.allowed_token_ids), 1, MAX_ALLOWED_TOKEN_IDS)
+        num_words = len(self.bad_words) + len(self.bad_words_token_ids)
+        _within("bad_words", num_words, 0, 3 * MAX_BAD_WORDS)
+        for word in self.bad_words_token_ids:
+            _within("bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
+        _within("logits_processors", len(self.logits_processors), 0, MAX_LOGITS_PROCESSORS)
         _within("max_tokens", self.max_tokens, 1, None)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name, (low, high) in BOUNDS.items():
@@ -92,8 +113,8 @@ class SamplingParams:
             what = f"temperature is {self.temperature}"
             raise RequestError("unsupported", f"{what}, beam search has none", "temperature")
         for name in _NOT_WITH_BEAMS:
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != ({} if name == "logit_bias" else default):
+            default = {} if name in _MAPPINGS else type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
                 raise RequestError(
                     "unsupported", f"{name} does not work with use_beam_search", name
                 )

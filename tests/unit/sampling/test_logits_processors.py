@@ -1,19 +1,25 @@
 """Each stage against the reference library's processors, or plain numpy where it has none."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from penstock.sampling import logits_processors
-from penstock.sampling.logits_processors import StepRows, make_stages
+from penstock.errors import ConfigError
+from penstock.sampling import logits_processors, plugins
+from penstock.sampling.logits_processors import make_stages
+from penstock.sampling.sampler import Sampler
+from penstock.sampling.stage import StepRows
 from penstock.sampling.state import SamplingState
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import LateInputs, RowJoin
@@ -35,14 +41,19 @@ def join(row: int, token_ids=(5, 6), num_prompt=None, stop_ids=(), **sampling) -
     )
 
 
-def make_state(*joins: RowJoin) -> SamplingState:
-    state = SamplingState(max_rows=8, vocab_size=VOCAB, device=CPU, seed=0)
+class State(SamplingState):
+    joins: tuple[RowJoin, ...]
+
+
+def make_state(*joins: RowJoin) -> State:
+    state = State(max_rows=8, vocab_size=VOCAB, device=CPU, seed=0)
     state.join(joins)
+    state.joins = joins
     return state
 
 
 def process(
-    state: SamplingState,
+    state: State,
     logits: torch.Tensor,
     rows: list[int],
     lengths: list[int],
@@ -51,8 +62,11 @@ def process(
     rows_L = torch.tensor(rows)
     lengths_L = torch.tensor(lengths, dtype=torch.int32)
     flags = state.flags(np.array(rows, np.int32))
-    step = StepRows(rows_L, lengths_L, state.params(rows_L))
-    wanted = [stage for stage in make_stages(state) if stage.is_wanted(flags, late)]
+    step = StepRows(np.array(rows, np.int32), rows_L, lengths_L, state.params(rows_L))
+    stages = make_stages(state)
+    for stage in stages:
+        stage.join(state.joins)
+    wanted = [stage for stage in stages if stage.is_wanted(flags, late)]
     return logits_processors.process(logits, step, wanted, late)
 
 
@@ -223,3 +237,84 @@ def test_a_bitmask_forbids_tokens_of_the_rows_it_names_whatever_their_bias_says(
     assert processed[2].isfinite().nonzero()[:, 0].tolist() == allowed[0]
     assert processed[1].isfinite().nonzero()[:, 0].tolist() == allowed[1]
     assert torch.equal(processed[2, allowed[0]], logits[2, allowed[0]])
+
+
+def test_only_allowed_tokens_are_left():
+    logits = some_logits(3)
+    allowed = (0, 31, 32, 64, VOCAB - 1)
+    state = make_state(join(0, allowed_token_ids=allowed), join(1), join(2, allowed_token_ids=(5,)))
+    out = process(state, logits, [0, 1, 2], [2, 2, 2])
+    assert out[0].isfinite().nonzero()[:, 0].tolist() == list(allowed)
+    assert torch.equal(out[0, list(allowed)], logits[0, list(allowed)])
+    assert torch.equal(out[1], logits[1])
+    assert out[2].isfinite().nonzero()[:, 0].tolist() == [5]
+
+
+def test_bad_words_are_what_the_reference_forbids():
+    """Word by word, over the tokens of a running request, beside rows that have other words."""
+    words = ((7,), (1, 2), (2, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8))
+    reference = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=None)
+    prompt = (4, 1, 2, 2)
+    state = make_state(
+        join(0, prompt, bad_words_token_ids=words),
+        join(1, prompt),
+        join(2, prompt, bad_words_token_ids=((9,),) * 9),
+    )
+    stages = make_stages(state)
+    for stage in stages:
+        stage.join([join(1, prompt, bad_words_token_ids=((3,),))])  # it has left
+        stage.join(state.joins)
+    rows, rows_L = np.array([0, 1, 2], np.int32), torch.arange(3)
+    step = StepRows(rows, rows_L, rows_L, state.params(rows_L))
+    written = list(prompt)
+    for token in (3, 1, 2, 2, 1, 2, 3, 4, 5, 6, 7, 0, 2, 2):
+        logits = some_logits(3, seed=token)
+        wanted = [stage for stage in stages if stage.is_wanted(state.flags(rows), LateInputs())]
+        out = logits_processors.process(logits, step, wanted, LateInputs())
+        expected = reference(torch.tensor([written]), logits[:1].clone())
+        assert torch.equal(out[:1], expected)
+        assert torch.equal(out[1], logits[1])
+        assert (~out[2].isfinite()).nonzero()[:, 0].tolist() == [9]
+        for stage in wanted:
+            stage.on_commit(step, torch.tensor([token] * 3))
+        written.append(token)
+
+
+class Shift:
+    """A plug-in: moves the logit of `only` by the number of tokens it has seen."""
+
+    def __init__(self, vocab_size, device):
+        self.rows = {}
+
+    def join(self, row, args, prompt_ids, output_ids):
+        self.rows[row] = [args["only"], len(prompt_ids) + len(output_ids)]
+
+    def apply(self, logits_PV, rows):
+        for logits_V, row in zip(logits_PV, rows, strict=True):
+            only, num_tokens = self.rows[row]
+            logits_V[only] += num_tokens
+
+    def on_tokens(self, rows, token_ids_P):
+        for row in rows:
+            self.rows[row][1] += 1
+
+
+def test_a_plugin_changes_its_rows_and_a_broken_one_ends_its_own(monkeypatch):
+    installed = [SimpleNamespace(name="shift", load=lambda: Shift)]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: installed)
+    sampler = Sampler(4, VOCAB, CPU, 0, ["shift"])
+    sampler.join(
+        [
+            join(0, temperature=0, logits_processors={"shift": {"only": 5}}),
+            join(1, temperature=0),
+            join(2, temperature=0, logits_processors={"shift": {"wrong": 5}}),
+        ]
+    )
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 9] = 2.5
+    rows, rows_L = np.arange(3, dtype=np.int32), torch.arange(3)
+    for expected in ([9, 9], [5, 9]):  # 2 tokens of the prompt, then 3
+        drawn, is_token = sampler.sample(logits, rows, rows_L, rows_L).drawn_2L.tolist()
+        assert (drawn[:2], is_token) == (expected, [1, 1, 0])
+    with pytest.raises(ConfigError, match=r"'other'.*there are: shift"):
+        Sampler(4, VOCAB, CPU, 0, ["other"])

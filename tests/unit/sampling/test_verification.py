@@ -65,6 +65,7 @@ def test_every_position_draws_what_plain_decoding_would_and_penalties_advance(
     asked = dict(
         temperature=0.8, seed=seed, top_k=8, min_p=0.01, repetition_penalty=1.4,
         presence_penalty=0.5, frequency_penalty=0.7, logit_bias={3: 1.0},
+        bad_words_token_ids=[(a, b) for a in range(0, VOCAB, 2) for b in range(1, 4)],
     )  # fmt: skip
     together, apart = (Sampler(4, VOCAB, CPU, seed=0) for _ in range(2))
     for sampler in (together, apart):

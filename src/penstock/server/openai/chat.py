@@ -67,13 +67,14 @@ class ChatResponder:
 
     def __init__(self, asked: ChatRequest, state: ServerState, generations: Generations) -> None:
         self._asked = asked
-        self._names = state.names
+        self._names = state.names.as_ids() if asked.return_tokens_as_token_ids else state.names
         self._generations = generations
-        self.id = new_id("chatcmpl")
+        self.id = new_id("chatcmpl") if asked.request_id is None else f"chatcmpl-{asked.request_id}"
         self._created = int(time.time())
         self._model = state.model_name  # what runs, whatever name was asked for
         self._echo = _echo(asked)
-        self._shows_ids = not asked.detokenize or state.pipeline.tokenizer is None
+        has_text = asked.detokenize and state.pipeline.tokenizer is not None
+        self._shows_ids = asked.return_token_ids or not has_text
         # Between its first and its last, an event mostly brings text and nothing else.
         self._is_plain = not (asked.streams_usage_always or asked.logprobs or self._shows_ids)
         self._text_events: dict[int, TextEvents] = {}  # by sample, once it has begun
@@ -91,8 +92,13 @@ class ChatResponder:
             model=self._model,
             choices=[self._choice(sample) for sample in samples],
             usage=Usage.of(self._generations.usage()),
+            prompt_token_ids=self._prompt_ids() or None,
             prompt_logprobs=self._prompt_logprobs(list(samples[0].prompt_logprobs)),
         )
+
+    def _prompt_ids(self) -> list[int]:
+        [generation] = self._generations.running
+        return list(map(int, generation.prompt_ids)) if self._asked.return_token_ids else []
 
     def _choice(self, sample: TextDelta) -> ChatChoice:
         calls = [
@@ -100,11 +106,12 @@ class ChatResponder:
             for call in joined(sample.tool_calls)[: self._max_calls]
         ]
         text = self._echo + sample.text
+        reasoning = sample.reasoning if self._asked.include_reasoning else ""
         return ChatChoice(
             index=sample.index,
             message=ChatMessage(
                 content=None if calls and not text else text,
-                reasoning_content=sample.reasoning or None,
+                reasoning_content=reasoning or None,
                 tool_calls=calls,
             ),
             logprobs=chat_logprobs(sample.logprobs, self._names) if self._asked.logprobs else None,
@@ -116,6 +123,8 @@ class ChatResponder:
 
     def event(self, prompt_index: int, delta: TextDelta) -> bytes:
         index = delta.index
+        if not self._asked.include_reasoning and delta.reasoning:
+            delta = replace(delta, reasoning="")
         if delta.finish is None and not delta.tool_calls and index in self._text_events:
             data = b""
             if delta.reasoning:
@@ -159,6 +168,7 @@ class ChatResponder:
         return self._event(
             [ChatChunkChoice(index=index, delta=opening)],
             prompt_logprobs=UNSET if index else self._prompt_logprobs(self._prompt_entries),
+            prompt_ids=UNSET if index else self._prompt_ids() or UNSET,
         )
 
     def _events_of(self, index: int, delta_of: Callable[[str], ChatDelta]) -> TextEvents:
@@ -194,16 +204,18 @@ class ChatResponder:
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType = UNSET,
         prompt_logprobs: list[Any] | UnsetType = UNSET,
+        prompt_ids: list[int] | UnsetType = UNSET,
     ) -> bytes:
         if usage is UNSET and self._asked.streams_usage_always:
             usage = Usage.of(self._generations.usage())
-        return event(self._chunk(choices, usage, prompt_logprobs))
+        return event(self._chunk(choices, usage, prompt_logprobs, prompt_ids))
 
     def _chunk(
         self,
         choices: list[ChatChunkChoice],
         usage: Usage | UnsetType = UNSET,
         prompt_logprobs: list[Any] | UnsetType = UNSET,
+        prompt_ids: list[int] | UnsetType = UNSET,
     ) -> ChatChunk:
         return ChatChunk(
             id=self.id,
@@ -212,6 +224,7 @@ class ChatResponder:
             choices=choices,
             usage=usage,
             prompt_logprobs=prompt_logprobs,
+            prompt_token_ids=prompt_ids,
         )
 
     def _prompt_logprobs(self, entries: list[TokenLogprob]) -> list[Any] | UnsetType:

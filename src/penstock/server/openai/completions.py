@@ -65,7 +65,7 @@ class CompletionResponder:
     ) -> None:
         self._asked = asked
         self._generations = generations
-        self.id = new_id("cmpl")
+        self.id = new_id("cmpl") if asked.request_id is None else f"cmpl-{asked.request_id}"
         self._created = int(time.time())
         self._model = state.model_name  # what runs, whatever name was asked for
         # Between its first and its last, an event brings text and nothing else.
@@ -120,7 +120,7 @@ class CompletionResponder:
 
 
 def _shows_ids(asked: CompletionRequest, state: ServerState) -> bool:
-    return not asked.detokenize or state.pipeline.tokenizer is None
+    return asked.return_token_ids or not asked.detokenize or state.pipeline.tokenizer is None
 
 
 def _prompt_choices(
@@ -152,7 +152,8 @@ class _Choice:
         self._generation = generation
         self._index = index
         self._prompt_entries = prompt_entries
-        self._writer = CompletionWriter(state.names, asked.logprobs or 0)
+        names = state.names.as_ids() if asked.return_tokens_as_token_ids else state.names
+        self._writer = CompletionWriter(names, asked.logprobs or 0)
         self._shows_ids = _shows_ids(asked, state)
         self._begun = False
 
@@ -187,6 +188,8 @@ class _Choice:
 
     def _write_prompt(self, choice: CompletionChoice) -> None:
         asked, generation = self._asked, self._generation
+        if asked.return_token_ids:
+            choice.prompt_token_ids = list(map(int, generation.prompt_ids))
         if asked.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self._prompt_entries, self._state.names)
         if not asked.echo:

@@ -16,15 +16,20 @@ from penstock.types.outputs import TokenLogprob
 class TokenNames:
     """Id -> how the API writes a token. A piece of a character is written as its bytes."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
+        """`as_ids`: a token's name is its id, so that all tokens have different ones."""
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def as_ids(self) -> "TokenNames":
+        return TokenNames(self._tokenizer, as_ids=True)
 
     def raw(self, token_id: int) -> bytes | None:
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def name(self, token_id: int) -> str:
         raw = self.raw(token_id)
-        if raw is None:
+        if raw is None or self._as_ids:
             return f"token_id:{token_id}"
         try:
             return raw.decode()

@@ -50,6 +50,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     disaggregated_params: None = None
     avg_decoded_tokens_per_iter: float | None = None
     prompt_logprobs: list[Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -118,7 +119,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: None = None
+    prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | UnsetType = UNSET
 
 
@@ -161,6 +162,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     prompt_logprobs: list[Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 def new_id(prefix: str) -> str:

@@ -38,6 +38,16 @@ FIELDS = {
     "ignore_eos": "Do not end at the model's end-of-text token.",
     "min_tokens": "Tokens before which the output does not end.",
     "logit_bias": "Added to the logits of tokens, by token id.",
+    "allowed_token_ids": "Nothing but these tokens may be drawn, the end token included.",
+    "bad_words": "Texts of up to 8 tokens that the output does not hold, with a space before them "
+    "or without.",
+    "logits_processors": "Names of processors that the server has loaded, or objects with qualname "
+    "and kwargs.",
+    "return_token_ids": "Return the ids of the prompt and of the output, without the one that "
+    "ended it.",
+    "return_tokens_as_token_ids": "Name tokens as token_id:ID in logprobs.",
+    "request_id": "Becomes part of the id of the response. Letters, digits, . : _ -",
+    "include_reasoning": "false: leave reasoning out of the message.",
     "logprobs": "Log probabilities of the output tokens: true for a chat; for completions the "
     "number of alternatives to each.",
     "top_logprobs": "Alternatives to each output token; needs logprobs.",
@@ -47,7 +57,7 @@ FIELDS = {
     "detokenize": "false: return token ids and no text.",
     "skip_special_tokens": "Leave special tokens out of the text.",
     "spaces_between_special_tokens": "Put spaces around special tokens in the text.",
-    "truncate_prompt_tokens": "Keep the last so many tokens of the prompt.",
+    "truncate_prompt_tokens": "Keep the last so many tokens of the prompt; -1: all that fit.",
     "add_special_tokens": "Add the tokenizer's special tokens, such as the one at the beginning.",
     "priority": "Larger runs first, among requests of the same key; above 0 a key must be allowed "
     "to.",

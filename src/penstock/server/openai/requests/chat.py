@@ -181,6 +181,7 @@ class ChatRequest(GenerationFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     prompt_token_ids: TokenIds | None = Field(default=None, min_length=1)
+    include_reasoning: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

@@ -6,7 +6,7 @@ A field that is known but not built yet is refused when it asks for something.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.errors import RequestError
 from penstock.server.openai.requests import structured
@@ -24,7 +24,10 @@ from penstock.server.openai.requests.schema import (
 from penstock.server.openai.requests.structured import ResponseFormat, guided_decoding
 from penstock.text.grammars.output_grammar import MAX_CHOICES
 from penstock.types.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_LOGITS_PROCESSORS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -59,9 +62,47 @@ LogitBias = Annotated[
 ]
 
 
+AllowedIds = Annotated[
+    TokenIds,
+    at_most("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
+    Field(min_length=1),
+    shown_as(Annotated[list[Count], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]),
+]
+BadWords = Annotated[
+    Texts,
+    at_most("bad_words", MAX_BAD_WORDS),
+    shown_as(Annotated[list[str], Field(max_length=MAX_BAD_WORDS)]),
+]
+Processors = Annotated[
+    list[str | dict[str, Any]],
+    at_most("logits_processors", MAX_LOGITS_PROCESSORS),
+    shown_as(
+        Annotated[list[str | dict[str, Any]], Field(max_length=MAX_LOGITS_PROCESSORS)],
+    ),
+]
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise RequestError(
+            "invalid_value",
+            "truncate_prompt_tokens is 0, it must be at least 1, or -1 for all that fit",
+            "truncate_prompt_tokens",
+        )
+    return value
+
+
+Truncation = Annotated[
+    int,
+    Field(ge=-1, le=INT32_MAX),
+    AfterValidator(_not_zero),
+    shown_as(Literal[-1] | Annotated[int, Field(ge=1, le=INT32_MAX)]),
+]
 
 
 class GenerationFields(Strict):
@@ -74,6 +115,13 @@ class GenerationFields(Strict):
         "disaggregated_params": "disaggregated serving is not supported",
         "conversation_params": "server-side conversations are not supported",
         "thinking_token_budget": "a thinking budget is not supported",
+        "kv_transfer_params": "disaggregated serving is not supported",
+        "vllm_xargs": "nothing reads it; logits_processors take arguments",
+        "mm_processor_kwargs": "only text is supported",
+        "repetition_detection": "outputs are not searched for repetition; set a penalty",
+        "logprob_token_ids": "ask for logprobs, or for prompt_logprobs",
+        "guided_decoding_backend": "there is one backend; leave it out",
+        "guided_whitespace_pattern": "whitespace is the grammar's own; use a regex or a grammar",
     }
 
     model: str | None = None
@@ -89,6 +137,9 @@ class GenerationFields(Strict):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: Stop | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: BadWords | None = None
+    logits_processors: Processors | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -105,10 +156,13 @@ class GenerationFields(Strict):
     min_tokens: Count = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
     detokenize: bool = True
     echo: bool = False
     prompt_logprobs: Int32 | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: str | None = Field(default=None, pattern=r"^[\w.:-]{1,128}$")
     priority: Int32 = 0  # larger runs first
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
@@ -129,6 +183,13 @@ class GenerationFields(Strict):
     disaggregated_params: dict[str, Any] | None = None
     conversation_params: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    repetition_detection: Any = None
+    logprob_token_ids: TokenIds | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -182,6 +243,8 @@ class GenerationFields(Strict):
         }
         if self.logit_bias:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        if self.logits_processors:
+            given["logits_processors"] = _processors(self.logits_processors)
         given["guided_decoding"] = guided_decoding(
             {name: getattr(self, name) for name in structured.FIELDS}
         )
@@ -200,6 +263,7 @@ _SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "prompt_logprobs", "n", "best_of", "detokenize"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
+    *("allowed_token_ids", "bad_words"),
     *("use_beam_search", "length_penalty", "early_stopping"),
 )
 
@@ -212,3 +276,20 @@ def _token_id(key: str) -> int:
             "logit_bias",
         )
     return int(key)
+
+
+def _processors(asked: list[str | dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Names, or vLLM's objects with a name and arguments -> arguments by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for index, one in enumerate(asked):
+        where = f"logits_processors[{index}]"
+        given = {"qualname": one} if isinstance(one, str) else one
+        name, kwargs = given.get("qualname"), given.get("kwargs") or {}
+        if given.keys() - {"qualname", "kwargs"} or not isinstance(kwargs, dict):
+            what = f"{where} is {shown(one)}: it must be a name, or have qualname and kwargs"
+            raise RequestError("invalid_value", what, where)
+        if not isinstance(name, str) or name in found:
+            what = f"{where} is {shown(one)}: it names no processor, or one a second time"
+            raise RequestError("invalid_value", what, where)
+        found[name] = kwargs
+    return found

@@ -6,8 +6,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.errors import RequestError
 from penstock.server.openai.requests.completions import MAX_PROMPTS, SHOWN_PROMPTS, prompts
+from penstock.server.openai.requests.generation import Truncation
 from penstock.server.openai.requests.schema import (
-    INT32_MAX,
     Count,
     Int32,
     Strict,
@@ -32,7 +32,7 @@ _MANY_TEXTS = (
 class PooledFields(Strict):
     model: str | None = None
     user: str | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
     priority: Int32 = 0
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
