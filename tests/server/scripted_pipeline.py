@@ -39,8 +39,10 @@ class ScriptedPipeline(FakePipeline):
         given: GenerateInput,
         stream: bool = True,
         on_first_token: Callable[[], None] = lambda: None,
-    ) -> "ScriptedGeneration":
+    ) -> FakeGeneration:
         plain = await super().generate(given, stream, on_first_token)
+        if given.pooling is not None:
+            return plain
         await plain.aclose()
         self.aborted.pop()
         return ScriptedGeneration(

@@ -60,6 +60,7 @@ CLOCK = {
     },
 }
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me about Athens."}]}
+TOOL_CALL_ID = 12  # of <tool_call>, which opens a call
 LIMIT = {"max_tokens": 400, "temperature": 0}
 
 
@@ -181,11 +182,13 @@ def test_a_tool_must_be_called(client, stream):
 
 def test_strict_tools_of_auto_are_called_by_their_schemas_or_not_at_all(client):
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    asked = ASK | LIMIT | {"tools": [strict]}
-    question = {"role": "user", "content": "What is the weather in Paris?"}
-    for messages in ([question], ASK["messages"]):
-        [choice] = client.chat.completions.create(**asked | {"messages": messages}).choices
+    asked = ASK | LIMIT | {"tools": [strict], "parallel_tool_calls": False}
+    tag = str(TOOL_CALL_ID)
+    for bias, num_calls in ({tag: 100}, 1), ({tag: -100}, 0):  # it calls one, and none
+        [choice] = client.chat.completions.create(**asked, logit_bias=bias).choices
+        assert len(choice.message.tool_calls or ()) == num_calls
         for call in choice.message.tool_calls or ():
+            assert call.function.name == "get_weather"
             jsonschema.validate(
                 json.loads(call.function.arguments), WEATHER["function"]["parameters"]
             )
