@@ -28,12 +28,15 @@ from penstock.errors import RequestError
 from penstock.frontend.engine_handle import EngineHandle
 from penstock.frontend.pipeline import Generation, GenerationPipeline
 from penstock.frontend.start import start_pipeline
+from penstock.types.adapter import Adapter
+from penstock.types.lora_request import LoRARequest, adapter_of
 from penstock.types.outputs import RequestOutput, TextDelta
 from penstock.types.request import ChatOptions, GenerateInput
 from penstock.types.sampling import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has "prompt" or "prompt_token_ids"
 Message = Mapping[str, Any]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all prompts, or one for each
 _T = TypeVar("_T")
 
 
@@ -58,15 +61,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> RequestOutput | list[RequestOutput]:
         """One prompt in, one output out; a list of prompts in, a list out in the same order.
 
         `sampling_params` are taken as they are; without them the model's own defaults apply.
         """
-        if _is_single(prompts):
-            [ask] = self._inputs([prompts], sampling_params, _text_or_ids)
-            return self._run_all([ask], use_tqdm)[0]
-        return self._run_all(self._inputs(list(prompts), sampling_params, _text_or_ids), use_tqdm)
+        is_single = _is_single(prompts)
+        asked = [prompts] if is_single else list(prompts)
+        asks = self._inputs(asked, sampling_params, _text_or_ids, lora_request)
+        outputs = self._run_all(asks, use_tqdm)
+        return outputs[0] if is_single else outputs
 
     def chat(
         self,
@@ -74,6 +79,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_options: ChatOptions | Sequence[ChatOptions] = ChatOptions(),
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> RequestOutput | list[RequestOutput]:
         """One conversation in, one output out; a list of conversations in, a list out.
 
@@ -83,14 +89,18 @@ class LLM:
         conversations = [messages] if is_single else list(messages)
         options = _one_each(chat_options, len(conversations), "chat_options")
         asked = list(zip(conversations, options, strict=True))
-        outputs = self._run_all(self._inputs(asked, sampling_params, _conversation), use_tqdm)
+        asks = self._inputs(asked, sampling_params, _conversation, lora_request)
+        outputs = self._run_all(asks, use_tqdm)
         return outputs[0] if is_single else outputs
 
     def generate_async(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> "PendingOutput":
         """Start one prompt now; await, iterate or `.result()` what comes back."""
-        [ask] = self._inputs([prompt], sampling_params, _text_or_ids)
+        [ask] = self._inputs([prompt], sampling_params, _text_or_ids, lora_request)
         return PendingOutput(self._loop, self._loop.submit(self._pipeline.generate(ask)))
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -112,13 +122,28 @@ class LLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         fields_of: Callable[[Any], dict[str, Any]],
+        lora_request: Adapters = None,
     ) -> list[GenerateInput]:
         given = self.get_default_sampling_params() if params is None else params
         each = _one_each(given, len(prompts), "sampling_params")
+        adapters = _one_each(lora_request, len(prompts), "lora_request")
         return [
-            GenerateInput(sampling=one, **fields_of(prompt))
-            for prompt, one in zip(prompts, each, strict=True)
+            GenerateInput(sampling=one, adapter=self._adapter(asked), **fields_of(prompt))
+            for prompt, one, asked in zip(prompts, each, adapters, strict=True)
         ]
+
+    def _adapter(self, asked: LoRARequest | None) -> Adapter | None:
+        if asked is None or asked.lora_path:
+            return None if asked is None else asked.adapter
+        named = {} if self.config.lora is None else self.config.lora.named
+        if asked.lora_name not in named:
+            raise RequestError(
+                "invalid_value",
+                f"lora_request names '{asked.lora_name}' and no lora_path; lora_config has "
+                f"{', '.join(named) or 'no adapters'}",
+                "lora_request",
+            )
+        return adapter_of(asked.lora_name, named[asked.lora_name])
 
     def _run_all(self, asks: Sequence[GenerateInput], use_tqdm: bool) -> list[RequestOutput]:
         with _progress(len(asks), use_tqdm) as advance:

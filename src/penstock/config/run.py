@@ -34,6 +34,18 @@ class NGramDrafting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRun:
+    """Low-rank adapters that requests may choose."""
+
+    max_rank: int
+    num_slots: int  # adapters on the device at a time
+    num_host: int  # in host memory
+    target_modules: tuple[str, ...] = ()  # as checkpoints call them; empty: by `paths`, or all
+    paths: tuple[str, ...] = ()  # of those that are known from the start
+    may_load: bool = False  # others may come while serving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     model: str  # as the user named it
     model_path: str  # local folder
@@ -78,6 +90,7 @@ class RunConfig:
     moe_max_tokens: int | None = None  # that go through the experts at once
     ep_size: int = 1  # expert-parallel groups; the ranks of a group shard each expert
     drafting: NGramDrafting | None = None  # None: one token a step and sequence
+    lora: LoraRun | None = None  # None: no adapters
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
     max_queued_tokens: int = 1 << 40  # of prompts, waiting or running
     choices: tuple[SettingChoice, ...] = ()

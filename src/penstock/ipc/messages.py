@@ -17,7 +17,7 @@ from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import LateInputs, StepPlan
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, array_like=True):
@@ -73,6 +73,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     timeline: tuple[tuple[str, float], ...]  # (phase, seconds)
     # fields of `SamplingParams` that a request leaves out; integers stay integers on the way
     default_sampling: dict[str, int | float] = {}
+    has_adapters: bool = False  # requests may name one
 
 
 class Ready(Message, frozen=True):

@@ -44,10 +44,17 @@ class ForwardBatch:
     # host; of the entries behind the decodes: tokens before T. None: only the device knows
     cached_lens: tuple[int, ...] | None = None
     drafted: DraftedSpans | None = None  # None: no token was drafted, or no layer has a state
+    # int32: of each token, the slot of its low-rank adapter or -1. None: no token has one
+    adapter_slots_T: Tensor | None = None
 
     def of_group(self, group: int) -> "ForwardBatch":
         """The step with the slots and the block table of one cache group."""
         return self if group == 0 else self.others[group - 1]
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether a feature brings inputs of its own (`runtime/batch_fields.py`)."""
+        return self.adapter_slots_T is not None
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.types.adapter import Adapter
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import Int32s
 from penstock.types.tenant import ANONYMOUS, Tenant
@@ -54,6 +55,7 @@ class GenerateInput:
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str | None = None
+    adapter: Adapter | None = None
     tenant: Tenant = ANONYMOUS
 
 
@@ -93,9 +95,15 @@ class Request:
     stream_interval: int = 1  # output tokens per delta; the first one is reported at once
     late_inputs: bool = False  # its sampling depends on what the commit before it finds
     grammar: Grammar | None = None  # which outputs it may have; then late_inputs is set
+    adapter: Adapter | None = None  # then it is among the cache_keys
     leader: int | None = (
         None  # id of the sample of the same prompt whose prefix this one waits to share
     )
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether followers want to know when it ends."""
+        return self.late_inputs or self.adapter is not None
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_ids, np.ndarray):

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.types.adapter import AdapterInSlot
 from penstock.types.sampling import SamplingParams
 
 Int32s = NDArray[np.int32]
@@ -39,6 +40,7 @@ class RowJoin:
     num_prompt: int  # tokens of the user's prompt, the rest of token_ids was generated
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+    adapter: AdapterInSlot | None = None
 
 
 class _BlockOp(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
