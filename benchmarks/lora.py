@@ -149,7 +149,9 @@ def time_kernels(row: Row, args: argparse.Namespace, tell: Any) -> dict[str, flo
 
             ms = triton.testing.do_bench_cudagraph(call)
             idle_ms = triton.testing.do_bench_cudagraph(lambda call=call, n=nobody: call(n))
-            num_read = len(set(slots.tolist())) * args.rank * 2 * (len(parts) * num_in + sum(widths))
+            num_read = (
+                len(set(slots.tolist())) * args.rank * 2 * (len(parts) * num_in + sum(widths))
+            )
             figures[f"{name}_{num_tokens}_us"] = ms * 1e3
             tell(
                 f"{name:8} {num_tokens:5} tokens {ms * 1e3:7.1f} us, {num_read / ms / 1e9:5.2f} "

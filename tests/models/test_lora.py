@@ -1,18 +1,14 @@
 """Adapters in PEFT's layout: logits are those of transformers with the adapter merged by hand."""
 
-import json
-import shutil
-
 import pytest
 import torch
 from fp8_models import make_fp8_checkpoint
-from lora_models import ALL, make_adapter, merge, write_adapter
+from lora_models import ALL, make_adapter, merge
 from paged_driver import CPU, load_model, mixed_run, prompts
 from tiny_models import make_checkpoint, reference_model
 from weight_only_models import make_weight_only_checkpoint
 
 from penstock.config.run import LoraRun
-from penstock.errors import ConfigError
 from penstock.models.spec import parse_model_spec
 from penstock.quantization.choose import choose_schemes
 from penstock.runtime.adapters import AdapterField

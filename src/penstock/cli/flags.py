@@ -95,18 +95,10 @@ _LIMITS = (
 )
 _LORA = (
     Flag("enable_lora", "switch", "take low-rank adapters (docs/lora.md)"),
-    Flag(
-        "lora_modules", "texts", "NAME=FOLDER of each adapter", path="lora_config.lora_modules"
-    ),
-    Flag(
-        "max_loras", "int", "adapters on the device at a time", path="lora_config.max_loras"
-    ),
-    Flag(
-        "max_lora_rank", "int", "largest rank of an adapter", path="lora_config.max_lora_rank"
-    ),
-    Flag(
-        "max_cpu_loras", "int", "adapters kept in host memory", path="lora_config.max_cpu_loras"
-    ),
+    Flag("lora_modules", "texts", "NAME=FOLDER of each adapter", path="lora_config.lora_modules"),
+    Flag("max_loras", "int", "adapters on the device at a time", path="lora_config.max_loras"),
+    Flag("max_lora_rank", "int", "largest rank of an adapter", path="lora_config.max_lora_rank"),
+    Flag("max_cpu_loras", "int", "adapters kept in host memory", path="lora_config.max_cpu_loras"),
 )
 _SERVER = (
     Flag("host", "text", "address to listen on"),

@@ -7,6 +7,7 @@ from pydantic import field_validator, model_validator
 
 from penstock.config.base import StrictModel, setting
 from penstock.config.run import LoraRun
+from penstock.types.lora_request import adapter_of
 
 _MAX_ADAPTERS = 4096
 # TensorRT-LLM's names of modules -> those of checkpoints.
@@ -110,9 +111,7 @@ class LoraConfig(StrictModel):
                 raise ValueError(f"an adapter cannot be called {name!r}")
         twice = {name for name in of_folders if of_folders.count(name) > 1}
         if twice := twice | (set(of_folders) & set(self.lora_modules)):
-            raise ValueError(
-                f"two adapters are called '{min(twice)}'; name them by lora_modules"
-            )
+            raise ValueError(f"two adapters are called '{min(twice)}'; name them by lora_modules")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras ({self.max_loras})"
@@ -131,6 +130,6 @@ class LoraConfig(StrictModel):
             num_slots=self.max_loras,
             num_host=self.max_cpu_loras or 2 * self.max_loras,
             target_modules=tuple(dict.fromkeys(name for names in modules for name in names)),
-            paths=tuple(str(Path(path).expanduser()) for path in self.named.values()),
+            adapters=tuple(adapter_of(name, path) for name, path in self.named.items()),
             may_load=self.allow_runtime_updating,
         )

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from penstock.types.adapter import Adapter
 from penstock.types.setting_choice import SettingChoice
 
 
@@ -40,8 +41,8 @@ class LoraRun:
     max_rank: int
     num_slots: int  # adapters on the device at a time
     num_host: int  # in host memory
-    target_modules: tuple[str, ...] = ()  # as checkpoints call them; empty: by `paths`, or all
-    paths: tuple[str, ...] = ()  # of those that are known from the start
+    target_modules: tuple[str, ...] = ()  # as checkpoints call them; empty: by `adapters`, or all
+    adapters: tuple[Adapter, ...] = ()  # those that are known from the start
     may_load: bool = False  # others may come while serving
 
 

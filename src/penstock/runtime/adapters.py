@@ -63,11 +63,19 @@ class AdapterField:
         self._slots_R = torch.full((max_rows + 1,), -1, dtype=torch.int32, device=device)
         self._is_adapted = np.zeros(max_rows + 1, bool)  # by row
         self._device = device
+        self._known = config.adapters
 
     @property
     def num_bytes(self) -> int:
         """Of the slots, on the device."""
         return sum(slots.num_bytes for slots in self._slots.values())
+
+    def start(self) -> None:
+        """Read the adapters of the settings; one that cannot be used is a `ConfigError`."""
+        for adapter in self._known[self.host.max_adapters :]:
+            read_adapter_config(Path(adapter.path))
+        for adapter in self._known[: self.host.max_adapters]:
+            self.host.get(adapter)
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         if not joins:
@@ -124,9 +132,9 @@ def _adapted_layers(config: LoraRun, model: Decoder) -> dict[str, Linear]:
 
 def _targets(config: LoraRun) -> set[str] | None:
     """What all adapters that are known from the start change; None: anything may come."""
-    if config.may_load or not config.paths:
+    if config.may_load or not config.adapters:
         return None
-    found = [read_adapter_config(Path(path)).target_modules for path in config.paths]
+    found = [read_adapter_config(Path(one.path)).target_modules for one in config.adapters]
     if not all(found):
         return None
     return {name.rpartition(".")[2] for names in found for name in names}
@@ -137,7 +145,7 @@ class HostAdapters:
 
     def __init__(self, reader: AdapterReader, max_adapters: int) -> None:
         self._reader = reader
-        self._max_adapters = max_adapters
+        self.max_adapters = max_adapters
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="adapter")
         self._kept: OrderedDict[str, Future[HostAdapter]] = OrderedDict()  # by id, oldest first
 
@@ -168,7 +176,7 @@ class HostAdapters:
 
     def _forget_oldest(self, is_needed: Sequence[str]) -> None:
         for adapter_id in [one for one in self._kept if one not in is_needed]:
-            if len(self._kept) <= self._max_adapters:
+            if len(self._kept) <= self.max_adapters:
                 return
             del self._kept[adapter_id]
 

@@ -13,6 +13,9 @@ from penstock.types.step import Int32s, RowJoin
 
 
 class BatchField(Protocol):
+    def start(self) -> None:
+        """Once, before serving: what the settings ask for that may fail."""
+
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows held is gone. Before the step that they are in."""
 

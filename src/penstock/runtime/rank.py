@@ -60,6 +60,8 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
     with timeline.phase("plan memory"):
         groups = group_layers(model.cache_layers(), config)
         fields = make_batch_fields(config, model, device)
+        for field in fields:
+            field.start()
         memory = _plan_memory(config, spec, model, groups, mesh, device, weights, process, fields)
     return LoadedRank(
         model=model, mesh=mesh, device=device, memory=memory, groups=groups, fields=fields

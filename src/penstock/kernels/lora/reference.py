@@ -23,8 +23,8 @@ def lora(
     part_sizes: tuple[int, ...],
     num_single: int,
 ) -> None:
-    """y[t, o] += sum over r of (a[s, p, r] . x[t]) * b[s, r, o] for s = slots[t], where o is in part
-    p and r < ranks[s, p]; the sum in fp32. Slot -1: nothing.
+    """y[t, o] += sum over r of (a[s, p, r] . x[t]) * b[s, r, o] for s = slots[t], where o is in
+    part p and r < ranks[s, p]; the sum in fp32. Slot -1: nothing.
 
     Part p is the next `part_sizes[p]` outputs. Neighbors among the first `num_single` tokens have
     nothing to do with each other, those behind mostly have the same slot: a hint, for speed.

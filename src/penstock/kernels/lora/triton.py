@@ -53,7 +53,7 @@ def _part_of(block, n0, n1, n2, n3, BLOCK: tl.constexpr):
 @_jit()
 def _shrink(
     x_ptr, a_ptr, ranks_ptr, slots_ptr, v_ptr, stride_x, num_tokens,
-    I: tl.constexpr, P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    IN: tl.constexpr, P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """v[k, t, p, r] = a[slot, p, r, inputs of k] . x[t, inputs of k]; one program per token, ROWS
@@ -68,8 +68,8 @@ def _shrink(
         wait_for_previous(PDL)
         return
     rows, inputs = first + tl.arange(0, ROWS), split * SPLIT + tl.arange(0, SPLIT)
-    is_input = inputs < I
-    a_rows = a_ptr + ((slot * P + part) * R + rows[:, None]) * I
+    is_input = inputs < IN
+    a_rows = a_ptr + ((slot * P + part) * R + rows[:, None]) * IN
     mask = (rows < rank)[:, None] & is_input[None, :]
     a = tl.load(a_rows + inputs[None, :], mask=mask, other=0.0)
     wait_for_previous(PDL)
@@ -82,8 +82,8 @@ def _shrink(
 @_jit()
 def _expand(
     v_ptr, b_ptr, ranks_ptr, slots_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
-    O: tl.constexpr, P: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
+    OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_OUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[t, o] += sum over r and k of v[k, t, p, r] * b[slot, r, o]; one program per token and block
     of outputs."""
@@ -98,9 +98,9 @@ def _expand(
     outputs = tl.arange(0, BLOCK_O)
     is_output = outputs < size
     rows, splits = tl.arange(0, RANKS), tl.arange(0, BLOCK_K)
-    b_ptr += slot * R * O + begin + outputs[None, :]
+    b_ptr += slot * R * OUT + begin + outputs[None, :]
     mask = (rows < rank)[:, None] & is_output[None, :]
-    b = tl.load(b_ptr + rows[:, None] * O, mask=mask, other=0.0)
+    b = tl.load(b_ptr + rows[:, None] * OUT, mask=mask, other=0.0)
     wait_for_previous(PDL)
     v_ptr += (splits[:, None].to(tl.int64) * num_tokens + token) * P * R + part * R
     is_split = (splits < K)[:, None]
@@ -111,7 +111,7 @@ def _expand(
     for row in range(RANKS, rank, RANKS):
         rows = row + tl.arange(0, RANKS)
         mask = (rows < rank)[:, None] & is_output[None, :]
-        b = tl.load(b_ptr + rows[:, None] * O, mask=mask, other=0.0)
+        b = tl.load(b_ptr + rows[:, None] * OUT, mask=mask, other=0.0)
         v = tl.load(v_ptr + rows[None, :], mask=is_split & (rows < rank)[None, :], other=0.0)
         y += tl.sum(b.to(tl.float32) * tl.sum(v, 0)[:, None], 0)
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_output)
@@ -120,7 +120,7 @@ def _expand(
 @_jit()
 def _shrink_tiles(
     x_ptr, a_ptr, ranks_ptr, slots_ptr, v_ptr, stride_x, num_tokens,
-    I: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
+    IN: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_I: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """v[t, p, r] = a[slot, p, r] . x[t]; one program per block of tokens and part, slot by slot of
@@ -138,13 +138,13 @@ def _shrink_tiles(
         is_own = slots == slot
         rank = tl.load(ranks_ptr + slot * P + part)
         if rank > 0:
-            a_rows = a_ptr + ((slot.to(tl.int64) * P + part) * R + rows[None, :]) * I
+            a_rows = a_ptr + ((slot.to(tl.int64) * P + part) * R + rows[None, :]) * IN
             v = tl.zeros((BLOCK_T, R), tl.float32)
-            for start in range(0, I, BLOCK_I):
+            for start in range(0, IN, BLOCK_I):
                 at = start + inputs
-                x_mask = is_own[:, None] & (at < I)[None, :]
+                x_mask = is_own[:, None] & (at < IN)[None, :]
                 x = tl.load(x_rows + at[None, :], mask=x_mask, other=0.0)
-                a_mask = (rows < rank)[None, :] & (at < I)[:, None]
+                a_mask = (rows < rank)[None, :] & (at < IN)[:, None]
                 a = tl.load(a_rows + at[:, None], mask=a_mask, other=0.0)
                 v = dot(x, a, v, ON_GPU)
             v_at = v_ptr + (tokens[:, None].to(tl.int64) * P + part) * R + rows[None, :]
@@ -156,11 +156,11 @@ def _shrink_tiles(
 @_jit()
 def _expand_tiles(
     v_ptr, b_ptr, ranks_ptr, slots_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
-    O: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
+    OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr, GEMM_DTYPE: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[t, o] += v[t, p] . b[slot, :, o]; one program per block of tokens and block of outputs, slot
-    by slot of those that its tokens have."""
+    """y[t, o] += v[t, p] . b[slot, :, o]; one program per block of tokens and block of outputs,
+    slot by slot of those that its tokens have."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     part, begin, size = _part_of(tl.program_id(1), n0, n1, n2, n3, BLOCK_O)
     is_token = tokens < num_tokens
@@ -179,7 +179,7 @@ def _expand_tiles(
         if rank > 0:
             is_rank = rows < rank
             v = tl.load(v_at, mask=is_own[:, None] & is_rank[None, :], other=0.0)
-            b_at = b_ptr + (slot.to(tl.int64) * R + rows[:, None]) * O + begin + outputs[None, :]
+            b_at = b_ptr + (slot.to(tl.int64) * R + rows[:, None]) * OUT + begin + outputs[None, :]
             b = tl.load(b_at, mask=is_rank[:, None] & is_output[None, :], other=0.0)
             delta = dot(v.to(GEMM_DTYPE), b, delta, ON_GPU)
         left = tl.where(is_own, -1, left)
@@ -222,13 +222,13 @@ def _singles(x, y, a, b, ranks, slots, part_sizes):
     options = launch_options(x)
     _shrink[num_tokens, num_parts * size // _ROWS, num_splits](
         x, a, ranks, slots, v, x.stride(0), num_tokens,
-        I=in_size, P=num_parts, R=size, ROWS=_ROWS,
+        IN=in_size, P=num_parts, R=size, ROWS=_ROWS,
         SPLIT=min(_SPLIT, triton.next_power_of_2(in_size)), num_warps=8, **options,
     )  # fmt: skip
     num_blocks = sum(triton.cdiv(width, _BLOCK_O) for width in part_sizes)
     _expand[num_tokens, num_blocks](
         v, b, ranks, slots, y, y.stride(0), num_tokens, *_sizes(part_sizes),
-        O=b.shape[2], P=num_parts, R=size, K=num_splits,
+        OUT=b.shape[2], P=num_parts, R=size, K=num_splits,
         BLOCK_K=triton.next_power_of_2(num_splits), RANKS=_RANKS, BLOCK_O=_BLOCK_O, **options,
     )  # fmt: skip
 
@@ -239,12 +239,12 @@ def _tiles(x, y, a, b, ranks, slots, part_sizes):
     num_blocks, options = triton.cdiv(num_tokens, _TILE_T), launch_options(x)
     _shrink_tiles[num_blocks, num_parts](
         x, a, ranks, slots, v, x.stride(0), num_tokens,
-        I=in_size, P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_I=_TILE_I if size <= 64 else 64,
+        IN=in_size, P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_I=_TILE_I if size <= 64 else 64,
         ON_GPU=x.is_cuda, **options,
     )  # fmt: skip
     num_outputs = sum(triton.cdiv(width, _TILE_O) for width in part_sizes)
     _expand_tiles[num_blocks, num_outputs](
         v, b, ranks, slots, y, y.stride(0), num_tokens, *_sizes(part_sizes),
-        O=b.shape[2], P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_O=_TILE_O,
+        OUT=b.shape[2], P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_O=_TILE_O,
         GEMM_DTYPE=TRITON_DTYPES[x.dtype], ON_GPU=x.is_cuda, **options,
     )  # fmt: skip
