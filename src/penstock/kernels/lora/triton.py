@@ -83,7 +83,7 @@ def _shrink(
 def _expand(
     v_ptr, b_ptr, ranks_ptr, slots_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
     OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK_OUT: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[t, o] += sum over r and k of v[k, t, p, r] * b[slot, r, o]; one program per token and block
     of outputs."""
