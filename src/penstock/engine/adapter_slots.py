@@ -39,7 +39,7 @@ class SlotTable:
         if self._adapters[slot] != adapter:
             assert not self._pins[slot], slot
             self._adapters[slot] = adapter
-            self._reserved.pop(slot, None)
+            self._cancel(adapter)
         self._pins[slot].add(request_id)
         self._by_request[request_id] = slot
         self._order.move_to_end(slot)
@@ -52,17 +52,20 @@ class SlotTable:
             self._pins[slot].remove(request_id)
         gone = self._waiting.pop(request_id, None)
         if gone is not None and gone not in self._waiting.values():
-            self._reserved = {s: one for s, one in self._reserved.items() if one != gone}
+            self._cancel(gone)
+
+    def _cancel(self, adapter: str) -> None:
+        self._reserved = {slot: one for slot, one in self._reserved.items() if one != adapter}
 
     def _find(self, adapter: str) -> int | None:
         if adapter in self._adapters:
             slot = self._adapters.index(adapter)
             return None if slot in self._reserved else slot
         mine = next((slot for slot, one in self._reserved.items() if one == adapter), None)
-        if mine is not None:
-            return None if self._pins[mine] else mine
         others = [slot for slot in self._order if slot not in self._reserved]
-        free = next((slot for slot in others if not self._pins[slot]), None)
-        if free is None and others:
+        for slot in others if mine is None else [mine, *others]:
+            if not self._pins[slot]:
+                return slot
+        if mine is None and others:
             self._reserved[min(others, key=lambda slot: len(self._pins[slot]))] = adapter
-        return free
+        return None
