@@ -108,14 +108,13 @@ def test_the_chat_endpoints_choose_by_it_too(server, client, made):
 
 
 def test_lora_request_chooses_it(client, made):
-    assert (
-        tokens(client, "model", lora_request={"lora_name": "b", "lora_int_id": 7}) == made[2]["b"]
-    )
+    asked = {"lora_name": "b", "lora_int_id": 7}
+    assert tokens(client, "model", lora_request=asked) == made[2]["b"]
     asked = {"lora_name": "other", "lora_int_id": 1, "lora_path": str(made[1]["d"])}
     assert tokens(client, "model", lora_request=asked) == made[2]["d"]  # not listed, only used
     with pytest.raises(openai.BadRequestError, match="'x' is no adapter of this server"):
         tokens(client, "model", lora_request={"lora_name": "x"})
-    with pytest.raises(openai.BadRequestError, match="'a' is no adapter .* with that lora_path"):
+    with pytest.raises(openai.BadRequestError, match=r"'a' is no adapter .* with that lora_path"):
         tokens(client, "model", lora_request={"lora_name": "a", "lora_path": str(made[1]["c"])})
     with pytest.raises(openai.BadRequestError, match=r"has no adapter_config\.json"):
         tokens(client, "model", lora_request={"lora_name": "x", "lora_path": "/proc"})
