@@ -62,10 +62,16 @@ ARCHS = {
     "qwen3": {},
     "phi3": {},  # q, k, v and gate, up are one matrix each, and have one adapter each
     "glm4": {},  # rows of queries and keys are read in another order
+    "qwen2_moe": {},  # attention and the shared expert
+    "deepseek_v3": {},  # latents, and dense layers beside experts
+    "qwen3_next": {},  # recurrent layers, gates of attention
 }
+_MLP = ALL[4:]
 MODULES = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "glm4": (*ALL[:4], "gate_up_proj", "down_proj"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", *_MLP),
+    "qwen3_next": (*ALL, "in_proj_qkvz", "in_proj_ba", "out_proj"),
 }
 
 

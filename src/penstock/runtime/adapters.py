@@ -61,6 +61,7 @@ class AdapterField:
         self.host = HostAdapters(reader, config.num_host)
         self._held: list[str | None] = [None] * config.num_slots  # ids
         self._slots_R = torch.full((max_rows + 1,), -1, dtype=torch.int32, device=device)
+        self._slot_of_row = np.full(max_rows + 1, -1, np.int32)  # the same on the host
         self._is_adapted = np.zeros(max_rows + 1, bool)  # by row
         self._device = device
         self._known = config.adapters
@@ -86,6 +87,9 @@ class AdapterField:
             self._is_adapted[join.row] = join.adapter is not None or join.request_id == _NO_REQUEST
         rows = np.array([join.row for join in joins], np.int64)
         slots = [-1 if join.adapter is None else join.adapter.slot for join in joins]
+        if (self._slot_of_row[rows] == slots).all():
+            return  # as always where nobody has an adapter
+        self._slot_of_row[rows] = slots
         self._slots_R.index_copy_(
             0, to_device(rows, self._device), to_device(np.array(slots, np.int32), self._device)
         )

@@ -13,6 +13,10 @@ from penstock.types.step import Int32s, RowJoin
 
 
 class BatchField(Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """That it holds on the device."""
+
     def start(self) -> None:
         """Once, before serving: what the settings ask for that may fail."""
 

@@ -62,6 +62,7 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
         fields = make_batch_fields(config, model, device)
         for field in fields:
             field.start()
+            weights += field.num_bytes
         memory = _plan_memory(config, spec, model, groups, mesh, device, weights, process, fields)
     return LoadedRank(
         model=model, mesh=mesh, device=device, memory=memory, groups=groups, fields=fields
@@ -84,7 +85,9 @@ def _plan_memory(
             config,
             weights=weights,
             activations=cpu_activations(config, spec),
-            free=available_bytes() // (config.tp_size * config.dp_size),
+            # The pages of fields are taken when they are written.
+            free=available_bytes() // (config.tp_size * config.dp_size)
+            - sum(field.num_bytes for field in fields),
             groups=groups,
             process=process,
         )
