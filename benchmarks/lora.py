@@ -125,7 +125,7 @@ def measure(row: Row, args: argparse.Namespace, tell: Any) -> dict[str, float]:
 def time_kernels(row: Row, args: argparse.Namespace, tell: Any) -> dict[str, float]:
     import triton
 
-    from penstock.kernels.lora import lora
+    from penstock.kernels.lora import lora, lora_groups
 
     sizes, figures = shapes_of(row.config), {}
     device, size = torch.device("cuda"), max(16, args.rank)
@@ -145,10 +145,11 @@ def time_kernels(row: Row, args: argparse.Namespace, tell: Any) -> dict[str, flo
             nobody = torch.full_like(slots, -1)
 
             def call(slots=slots, x=x, y=y, a=a, b=b, ranks=ranks, widths=widths, p=is_prompt):
-                lora(x, y, a, b, ranks, slots, widths, 0 if p else len(x))
+                groups = None if p else lora_groups(slots, 4)  # which a step does once
+                return lambda: lora(x, y, a, b, ranks, slots, widths, groups)
 
-            ms = triton.testing.do_bench_cudagraph(call)
-            idle_ms = triton.testing.do_bench_cudagraph(lambda call=call, n=nobody: call(n))
+            ms = triton.testing.do_bench_cudagraph(call())
+            idle_ms = triton.testing.do_bench_cudagraph(call(nobody))
             num_read = (
                 len(set(slots.tolist())) * args.rank * 2 * (len(parts) * num_in + sum(widths))
             )

@@ -134,7 +134,7 @@ def test_steps_without_adapters_do_not_know_of_them(made, monkeypatch):
     monkeypatch.setattr(
         type(model),
         "forward",
-        lambda self, batch: seen.append(batch.adapter_slots_T) or run(self, batch),
+        lambda self, batch: seen.append(batch.adapters) or run(self, batch),
     )
     rid = submit(local, 0, PROMPTS[0])
     local.run()

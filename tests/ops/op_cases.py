@@ -28,7 +28,7 @@ from penstock.kernels.gemm.quantized_cpu import (
 )
 from penstock.kernels.gemm.wna16 import weight_only_linear
 from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, pack_gpu, stack_packed
-from penstock.kernels.lora import lora
+from penstock.kernels.lora import lora, lora_groups
 from penstock.kernels.moe import (
     SILU,
     ExpertWeights,
@@ -130,10 +130,20 @@ def _lora(
         ints = (torch.tensor(one, dtype=torch.int32, device=device) for one in (ranks, slots))
         num = len(slots) if num_single is None else num_single
         a, b = a.to(device, dtype), b.to(device, dtype)
-        return both[:, :in_size], y, a, b, *ints, part_sizes, num
+        groups = lora_groups.reference(torch.tensor(slots[:num], dtype=torch.int32), 4)
+        groups = groups.to(device) if num else None
+        return both[:, :in_size], y, a, b, *ints, part_sizes, groups
 
     name = f"{len(slots)}x{in_size}x{'+'.join(map(str, part_sizes))}-r{size}-{num_single}"
     return OpCase(lora, name, make, mutated=(1,))
+
+
+def _lora_groups(size: int, *slots: int) -> OpCase:
+    return OpCase(
+        lora_groups,
+        f"{len(slots)}-{size}",
+        lambda dtype, device: (torch.tensor(slots, dtype=torch.int32, device=device), size),
+    )
 
 
 def _head_norm(num_tokens: int, heads: int, size: int) -> OpCase:
@@ -723,7 +733,11 @@ def _packed_rows(form: Form, num_tokens: int) -> OpCase:
 OP_CASES = [
     _bitmask(1, 33, 0),
     _bitmask(5, 5000, 3, 0),
+    _lora_groups(4, -1, 2, 0, 2, 2, 0, -1, 2, 2, 2, 1),
+    _lora_groups(2, *(i * i % 7 - 1 for i in range(150))),
+    _lora_groups(4, -1),
     _lora((0,), 64, (48,), ((16,),)),
+    _lora((1, 0, 1, 1, -1, 1, 1, 0), 96, (64, 30), ((3, 16), (16, 9))),
     _lora((-1, -1), 96, (64,), ((8,), (3,))),
     _lora((2, -1, 0, 2, 1), 2500, (600, 40, 40), ((16, 4, 0), (0, 0, 0), (5, 16, 9))),
     _lora((1, 0, 1), 200, (520, 130), ((40, 17), (64, 0)), size=64),

@@ -77,23 +77,23 @@ class LoraSlots:
         self.ranks_SP[slot] = 1
 
     def __call__(self, x_TI: Tensor, y_TO: Tensor, batch: ForwardBatch) -> Tensor:
-        assert batch.adapter_slots_T is not None
+        assert batch.adapters is not None
         lora(
             x_TI,
             y_TO,
             self.a_SPRI,
             self.b_SRO,
             self.ranks_SP,
-            batch.adapter_slots_T,
+            batch.adapters.slots_T,
             self.part_sizes,
-            batch.num_decodes,
+            batch.adapters.groups_NG,
         )
         return y_TO
 
 
 def adapted(batch: ForwardBatch) -> bool:
     """Whether the step has a token with an adapter."""
-    return batch.adapter_slots_T is not None
+    return batch.adapters is not None
 
 
 def add_slots(layer: Linear, num_slots: int, max_rank: int) -> LoraSlots:

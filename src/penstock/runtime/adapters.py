@@ -19,7 +19,8 @@ from penstock import log
 from penstock.config.run import LoraRun, RunConfig
 from penstock.errors import ConfigError
 from penstock.hub.adapter_config import read_adapter_config
-from penstock.kernels.forward_batch import ForwardBatch
+from penstock.kernels.forward_batch import AdapterTokens, ForwardBatch
+from penstock.kernels.lora import lora_groups
 from penstock.kernels.transfer import to_device
 from penstock.layers.decoder import Decoder
 from penstock.layers.linear import Linear
@@ -30,6 +31,7 @@ from penstock.types.step import Int32s, RowJoin
 from penstock.weights.adapter import AdapterReader, HostAdapter, module_names
 
 _log = log.get(__name__)
+_GROUP_SIZE = 4  # decodes of one adapter that read its matrices together
 _NO_REQUEST = 0  # id of the rows of warmup steps, which shall run every kernel
 
 
@@ -96,7 +98,10 @@ class AdapterField:
 
     def attach(self, batch: ForwardBatch, rows_T: Tensor, rows: Int32s | None) -> None:
         if rows is None or self._is_adapted[rows].any():
-            batch.adapter_slots_T = self._slots_R[rows_T]
+            slots_T, groups_NG = self._slots_R[rows_T], None
+            if slots_T.is_cuda:
+                groups_NG = lora_groups(slots_T[: batch.num_decodes], _GROUP_SIZE)
+            batch.adapters = AdapterTokens(slots_T, groups_NG)
 
     def _hold(self, slot: int, adapter: Adapter) -> None:
         """The slot has this adapter from the next step on."""

@@ -3,13 +3,33 @@
 A layer has S slots, each of which holds one adapter; a token names its slot. Matrices that are
 fused in the layer (query, key and value) are parts with adapters of their own.
 
-Legend: T tokens, I inputs, O outputs, S slots, P parts of the outputs, R largest rank.
+Legend: T tokens, I inputs, O outputs, S slots, P parts of the outputs, R largest rank, N tokens
+that come alone, G of them in a group.
 """
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.op import cpu, op
+
+
+@op(gpu_module="penstock.kernels.lora.triton")
+def lora_groups(slots_N: Tensor, size: int) -> Tensor:
+    """int32 [N, size]: tokens of one slot that a kernel reads its matrices for once. Row n begins
+    with n and goes on with the next tokens of its slot; -1 fills it up. All of it is -1 where a row
+    before it has n, or n has no slot."""
+    num_tokens = slots_N.shape[0]
+    is_same_NN = (slots_N[:, None] == slots_N[None, :]) & (slots_N >= 0)[:, None]
+    # How many of the same slot come before; those of a group follow each other in this count.
+    place_N = is_same_NN.tril(-1).sum(1)
+    is_first_N = (place_N % size == 0) & (slots_N >= 0)
+    tokens_N = torch.arange(num_tokens, device=slots_N.device)
+    columns = []
+    for offset in range(size):
+        is_it_NN = is_same_NN & (place_N[None, :] == place_N[:, None] + offset)
+        found_N = torch.where(is_it_NN, tokens_N, -1).amax(1) if num_tokens else tokens_N
+        columns.append(torch.where(is_first_N, found_N, -1))
+    return torch.stack(columns, 1).int()
 
 
 @op(gpu_module="penstock.kernels.lora.triton")
@@ -21,13 +41,13 @@ def lora(
     ranks_SP: Tensor,
     slots_T: Tensor,
     part_sizes: tuple[int, ...],
-    num_single: int,
+    groups_NG: Tensor | None,
 ) -> None:
     """y[t, o] += sum over r of (a[s, p, r] . x[t]) * b[s, r, o] for s = slots[t], where o is in
     part p and r < ranks[s, p]; the sum in fp32. Slot -1: nothing.
 
-    Part p is the next `part_sizes[p]` outputs. Neighbors among the first `num_single` tokens have
-    nothing to do with each other, those behind mostly have the same slot: a hint, for speed.
+    Part p is the next `part_sizes[p]` outputs. `groups_NG`: of the first N slots, by `lora_groups`;
+    neighbors among the tokens behind mostly have the same slot. Both are hints, for speed.
     """
     size = a_SPRI.shape[2]
     x32_TI = x_TI.float()
@@ -48,7 +68,7 @@ def lora(
 
 
 @lora.impl("cpu", needs=cpu())
-def lora_cpu(x, y, a, b, ranks, slots, part_sizes, num_single):
+def lora_cpu(x, y, a, b, ranks, slots, part_sizes, groups):
     """The tokens of each slot that has any, together, and of its rank alone."""
     for slot in set(slots.tolist()) - {-1}:
         tokens = (slots == slot).nonzero()[:, 0]

@@ -2,10 +2,11 @@
 
 Slots and ranks are read on the device and launch shapes follow from the number of tokens alone, so
 a CUDA graph serves any mix of adapters. Single tokens are GEMVs as fast as their matrices can be
-read; tokens of prompts, which come in runs of one adapter, are tiles on tensor cores.
+read, which a few of one adapter share; tokens of prompts, which come in runs of one adapter, are
+tiles on tensor cores.
 
 Legend: T tokens, I inputs, O outputs, S slots, P parts of the outputs, R largest rank, K splits
-of the inputs.
+of the inputs, G tokens of a group.
 """
 
 import functools
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.lora.reference import lora
+from penstock.kernels.lora.reference import lora, lora_groups
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
@@ -26,7 +27,6 @@ _SPLIT = 2048  # inputs of such a program
 _BLOCK_O = 512  # outputs of a program of single tokens
 _RANKS = 16  # rows of B read at once
 _TILE_T, _TILE_I, _TILE_O = 64, 128, 128
-_FEW = 16  # tokens of a prompt, for which a tile does not pay
 
 # Where prompts begin among the slots of a step is not aligned: one kernel for any place.
 _jit = functools.partial(
@@ -50,48 +50,79 @@ def _part_of(block, n0, n1, n2, n3, BLOCK: tl.constexpr):
     return part, begin + inside, tl.minimum(size - inside, BLOCK)
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _groups(slots_ptr, groups_ptr, num_tokens, G: tl.constexpr, BLOCK: tl.constexpr):
+    """groups[n] as in `lora_groups`; one program per token."""
+    token = tl.program_id(0)
+    slot = tl.load(slots_ptr + token)
+    places = tl.arange(0, G)
+    group = tl.full((G,), -1, tl.int32)
+    if slot >= 0:
+        place = 0
+        for start in range(0, token, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            others = tl.load(slots_ptr + at, mask=at < token, other=-1)
+            place += tl.sum((others == slot).to(tl.int32), 0)
+        if place % G == 0:
+            num_found = 0
+            for start in range(token, num_tokens, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                others = tl.load(slots_ptr + at, mask=at < num_tokens, other=-1)
+                is_same = (others == slot).to(tl.int32)
+                numbers = num_found + tl.cumsum(is_same, 0) - 1
+                is_it = (is_same > 0)[None, :] & (numbers[None, :] == places[:, None])
+                group = tl.maximum(group, tl.max(tl.where(is_it, at[None, :], -1), 1))
+                num_found += tl.sum(is_same, 0)
+    tl.store(groups_ptr + token * G + places, group)
+
+
 @_jit()
 def _shrink(
-    x_ptr, a_ptr, ranks_ptr, slots_ptr, v_ptr, stride_x, num_tokens,
+    x_ptr, a_ptr, ranks_ptr, slots_ptr, groups_ptr, v_ptr, stride_x, num_tokens,
     IN: tl.constexpr, P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """v[k, t, p, r] = a[slot, p, r, inputs of k] . x[t, inputs of k]; one program per token, ROWS
-    rows of a part and split. Slots are as old as the step and need no wait."""
-    token = tl.program_id(0).to(tl.int64)
-    part, first = tl.program_id(1) // (R // ROWS), tl.program_id(1) % (R // ROWS) * ROWS
+    """v[k, t, p, r] = a[slot, p, r, inputs of k] . x[t, inputs of k]; one program per group, ROWS
+    rows of a part and split. Slots and groups are as old as the step and need no wait."""
+    first = tl.program_id(0)
+    part, first_row = tl.program_id(1) // (R // ROWS), tl.program_id(1) % (R // ROWS) * ROWS
     split = tl.program_id(2)
     let_next_start(PDL)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    rank = tl.load(ranks_ptr + slot * P + part, mask=slot >= 0, other=0)
-    if first >= rank:
+    is_group = tl.load(groups_ptr + first * G) >= 0
+    slot = tl.load(slots_ptr + first, mask=is_group, other=0).to(tl.int64)
+    rank = tl.load(ranks_ptr + slot * P + part, mask=is_group, other=0)
+    if first_row >= rank:
         wait_for_previous(PDL)
         return
-    rows, inputs = first + tl.arange(0, ROWS), split * SPLIT + tl.arange(0, SPLIT)
+    rows, inputs = first_row + tl.arange(0, ROWS), split * SPLIT + tl.arange(0, SPLIT)
     is_input = inputs < IN
     a_rows = a_ptr + ((slot * P + part) * R + rows[:, None]) * IN
     mask = (rows < rank)[:, None] & is_input[None, :]
     a = tl.load(a_rows + inputs[None, :], mask=mask, other=0.0)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + token * stride_x + inputs, mask=is_input, other=0.0)
-    v = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-    at = ((split.to(tl.int64) * num_tokens + token) * P + part) * R
-    tl.store(v_ptr + at + rows, v, mask=rows < rank)
+    for member in tl.static_range(G):
+        token = tl.load(groups_ptr + first * G + member).to(tl.int64)
+        if token >= 0:
+            x = tl.load(x_ptr + token * stride_x + inputs, mask=is_input, other=0.0)
+            v = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+            at = ((split.to(tl.int64) * num_tokens + token) * P + part) * R
+            tl.store(v_ptr + at + rows, v, mask=rows < rank)
 
 
 @_jit()
 def _expand(
-    v_ptr, b_ptr, ranks_ptr, slots_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
+    v_ptr, b_ptr, ranks_ptr, slots_ptr, groups_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
     OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_O: tl.constexpr, G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[t, o] += sum over r and k of v[k, t, p, r] * b[slot, r, o]; one program per token and block
+    """y[t, o] += sum over r and k of v[k, t, p, r] * b[slot, r, o]; one program per group and block
     of outputs."""
-    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0)
     part, begin, size = _part_of(tl.program_id(1), n0, n1, n2, n3, BLOCK_O)
     let_next_start(PDL)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    rank = tl.load(ranks_ptr + slot * P + part, mask=slot >= 0, other=0)
+    is_group = tl.load(groups_ptr + first * G) >= 0
+    slot = tl.load(slots_ptr + first, mask=is_group, other=0).to(tl.int64)
+    rank = tl.load(ranks_ptr + slot * P + part, mask=is_group, other=0)
     if rank == 0:
         wait_for_previous(PDL)
         return
@@ -100,21 +131,26 @@ def _expand(
     rows, splits = tl.arange(0, RANKS), tl.arange(0, BLOCK_K)
     b_ptr += slot * R * OUT + begin + outputs[None, :]
     mask = (rows < rank)[:, None] & is_output[None, :]
-    b = tl.load(b_ptr + rows[:, None] * OUT, mask=mask, other=0.0)
-    wait_for_previous(PDL)
-    v_ptr += (splits[:, None].to(tl.int64) * num_tokens + token) * P * R + part * R
+    b_first = tl.load(b_ptr + rows[:, None] * OUT, mask=mask, other=0.0)
     is_split = (splits < K)[:, None]
-    v = tl.load(v_ptr + rows[None, :], mask=is_split & (rows < rank)[None, :], other=0.0)
-    y_at = y_ptr + token * stride_y + begin + outputs
-    y = tl.load(y_at, mask=is_output, other=0.0).to(tl.float32)
-    y += tl.sum(b.to(tl.float32) * tl.sum(v, 0)[:, None], 0)
-    for row in range(RANKS, rank, RANKS):
-        rows = row + tl.arange(0, RANKS)
-        mask = (rows < rank)[:, None] & is_output[None, :]
-        b = tl.load(b_ptr + rows[:, None] * OUT, mask=mask, other=0.0)
-        v = tl.load(v_ptr + rows[None, :], mask=is_split & (rows < rank)[None, :], other=0.0)
-        y += tl.sum(b.to(tl.float32) * tl.sum(v, 0)[:, None], 0)
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_output)
+    wait_for_previous(PDL)
+    for member in tl.static_range(G):
+        token = tl.load(groups_ptr + first * G + member).to(tl.int64)
+        if token >= 0:
+            v_at = v_ptr + (splits[:, None].to(tl.int64) * num_tokens + token) * P * R + part * R
+            y_at = y_ptr + token * stride_y + begin + outputs
+            y = tl.load(y_at, mask=is_output, other=0.0).to(tl.float32)
+            v_mask = is_split & (rows < rank)[None, :]
+            v = tl.sum(tl.load(v_at + rows[None, :], mask=v_mask, other=0.0), 0)
+            y += tl.sum(b_first.to(tl.float32) * v[:, None], 0)
+            for row in range(RANKS, rank, RANKS):
+                more = row + tl.arange(0, RANKS)
+                mask = (more < rank)[:, None] & is_output[None, :]
+                b = tl.load(b_ptr + more[:, None] * OUT, mask=mask, other=0.0)
+                v_mask = is_split & (more < rank)[None, :]
+                v = tl.sum(tl.load(v_at + more[None, :], mask=v_mask, other=0.0), 0)
+                y += tl.sum(b.to(tl.float32) * v[:, None], 0)
+            tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_output)
 
 
 @_jit()
@@ -190,23 +226,30 @@ def _expand_tiles(
     tl.store(y_at, (y + delta).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _fits(x, y, a, b, ranks, slots, part_sizes, num_single):
+@lora_groups.impl("triton", needs=arch(80), fits=lambda slots, size: size & (size - 1) == 0)
+def lora_groups_triton(slots, size):
+    num_tokens = slots.shape[0]
+    groups = torch.empty(num_tokens, size, dtype=torch.int32, device=slots.device)
+    if num_tokens:
+        _groups[num_tokens,](slots, groups, num_tokens, G=size, BLOCK=64, num_warps=1)
+    return groups
+
+
+def _fits(x, y, a, b, ranks, slots, part_sizes, groups):
     size = a.shape[2]
     is_power = size & (size - 1) == 0
     return len(part_sizes) <= _MAX_PARTS and is_power and 16 <= size <= 256
 
 
 @lora.impl("triton", needs=arch(80), fits=_fits)
-def lora_triton(x, y, a, b, ranks, slots, part_sizes, num_single):
+def lora_triton(x, y, a, b, ranks, slots, part_sizes, groups):
     assert x.stride(1) == y.stride(1) == 1 and a.is_contiguous() and b.is_contiguous()
     assert x.dtype == a.dtype == b.dtype, (x.dtype, a.dtype, b.dtype)
-    num_tokens = x.shape[0]
-    if num_tokens - num_single <= _FEW:
-        num_single = num_tokens
+    num_single = 0 if groups is None else groups.shape[0]
     if num_single:
         end = num_single
-        _singles(x[:end], y[:end], a, b, ranks, slots[:end], part_sizes)
-    if num_single < num_tokens:
+        _singles(x[:end], y[:end], a, b, ranks, slots[:end], part_sizes, groups)
+    if num_single < x.shape[0]:
         first = num_single
         _tiles(x[first:], y[first:], a, b, ranks, slots[first:], part_sizes)
 
@@ -215,19 +258,19 @@ def _sizes(part_sizes):
     return (*part_sizes, *(0,) * (_MAX_PARTS - len(part_sizes)))
 
 
-def _singles(x, y, a, b, ranks, slots, part_sizes):
+def _singles(x, y, a, b, ranks, slots, part_sizes, groups):
     num_tokens, (num_parts, size, in_size) = x.shape[0], a.shape[1:]
     num_splits = triton.cdiv(in_size, _SPLIT)
     v = torch.empty(num_splits, num_tokens, num_parts, size, dtype=torch.float32, device=x.device)
-    options = launch_options(x)
+    options = {"G": groups.shape[1], **launch_options(x)}
     _shrink[num_tokens, num_parts * size // _ROWS, num_splits](
-        x, a, ranks, slots, v, x.stride(0), num_tokens,
+        x, a, ranks, slots, groups, v, x.stride(0), num_tokens,
         IN=in_size, P=num_parts, R=size, ROWS=_ROWS,
         SPLIT=min(_SPLIT, triton.next_power_of_2(in_size)), num_warps=8, **options,
     )  # fmt: skip
     num_blocks = sum(triton.cdiv(width, _BLOCK_O) for width in part_sizes)
     _expand[num_tokens, num_blocks](
-        v, b, ranks, slots, y, y.stride(0), num_tokens, *_sizes(part_sizes),
+        v, b, ranks, slots, groups, y, y.stride(0), num_tokens, *_sizes(part_sizes),
         OUT=b.shape[2], P=num_parts, R=size, K=num_splits,
         BLOCK_K=triton.next_power_of_2(num_splits), RANKS=_RANKS, BLOCK_O=_BLOCK_O, **options,
     )  # fmt: skip
