@@ -4,9 +4,11 @@ truth is transformers with the adapter merged by hand."""
 import shutil
 import threading
 
+import httpx
 import openai
 import pytest
 import torch
+from http_fakes import FakePipeline, running_server
 from lora_models import make_adapter, merge
 from server_process import Server
 from tiny_models import make_checkpoint, reference_model
@@ -71,6 +73,14 @@ def tokens(client, model, **further):
     expected = further.get("lora_request", {}).get("lora_name", model)
     assert reply.model == expected
     return reply.choices[0].token_ids
+
+
+def test_a_server_that_may_not_load_says_how_it_may():
+    with running_server(FakePipeline()) as running:
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            reply = httpx.post(running.url + path, json={"lora_name": "a", "lora_path": "/a"})
+            assert reply.status_code == 403, reply.text
+            assert "lora_config.allow_runtime_updating: true" in reply.json()["message"]
 
 
 def test_models_are_the_base_and_its_adapters(client):

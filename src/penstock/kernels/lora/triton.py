@@ -226,7 +226,11 @@ def _expand_tiles(
     tl.store(y_at, (y + delta).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@lora_groups.impl("triton", needs=arch(80), fits=lambda slots, size: size & (size - 1) == 0)
+def _groups_fit(slots, size):
+    return size & (size - 1) == 0
+
+
+@lora_groups.impl("triton", needs=arch(80), fits=_groups_fit)
 def lora_groups_triton(slots, size):
     num_tokens = slots.shape[0]
     groups = torch.empty(num_tokens, size, dtype=torch.int32, device=slots.device)
