@@ -10,12 +10,14 @@ _HOMES = {
     "SamplingParams": "penstock.types.sampling",
     "GuidedDecodingParams": "penstock.types.guided_decoding",
     "EngineConfig": "penstock.config.schema",
+    "LoRARequest": "penstock.types.lora_request",
     "RequestOutput": "penstock.types.outputs",
 }
 __all__ = [
     "LLM",
     "EngineConfig",
     "GuidedDecodingParams",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.api.llm import LLM
     from penstock.config.schema import EngineConfig
     from penstock.types.guided_decoding import GuidedDecodingParams
+    from penstock.types.lora_request import LoRARequest
     from penstock.types.outputs import RequestOutput
     from penstock.types.sampling import SamplingParams
 

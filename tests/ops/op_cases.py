@@ -28,6 +28,7 @@ from penstock.kernels.gemm.quantized_cpu import (
 )
 from penstock.kernels.gemm.wna16 import weight_only_linear
 from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, pack_gpu, stack_packed
+from penstock.kernels.lora import lora, lora_groups
 from penstock.kernels.moe import (
     SILU,
     ExpertWeights,
@@ -102,6 +103,47 @@ def _bitmask(num_rows: int, vocab_size: int, *positions: int) -> OpCase:
         return logits, rows, words.int().to(device)
 
     return OpCase(apply_bitmask, f"{num_rows}x{vocab_size}", make, mutated=(0,))
+
+
+def _lora(
+    slots: tuple[int, ...],
+    in_size: int,
+    part_sizes: tuple[int, ...],
+    ranks: tuple[tuple[int, ...], ...],
+    size: int = 16,
+    num_single: int | None = None,
+) -> OpCase:
+    """`ranks`: of each slot, for each part. Rows behind them are NaN: nobody may read them."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        both = randn(len(slots), in_size + 8, dtype=dtype, device=device)
+        y = randn(len(slots), sum(part_sizes), dtype=dtype, device=device)
+        a = torch.full((len(ranks), len(part_sizes), size, in_size), math.nan)
+        b = torch.full((len(ranks), size, sum(part_sizes)), math.nan)
+        for slot, own in enumerate(ranks):
+            for part, rank in enumerate(own):
+                begin = sum(part_sizes[:part])
+                a[slot, part, :rank] = torch.randn(rank, in_size) * in_size**-0.5
+                b[slot, :rank, begin : begin + part_sizes[part]] = (
+                    torch.randn(rank, part_sizes[part]) * 0.4
+                )
+        ints = (torch.tensor(one, dtype=torch.int32, device=device) for one in (ranks, slots))
+        num = len(slots) if num_single is None else num_single
+        a, b = a.to(device, dtype), b.to(device, dtype)
+        groups = lora_groups.reference(torch.tensor(slots[:num], dtype=torch.int32), 4)
+        groups = groups.to(device) if num else None
+        return both[:, :in_size], y, a, b, *ints, part_sizes, groups
+
+    name = f"{len(slots)}x{in_size}x{'+'.join(map(str, part_sizes))}-r{size}-{num_single}"
+    return OpCase(lora, name, make, mutated=(1,))
+
+
+def _lora_groups(size: int, *slots: int) -> OpCase:
+    return OpCase(
+        lora_groups,
+        f"{len(slots)}-{size}",
+        lambda dtype, device: (torch.tensor(slots, dtype=torch.int32, device=device), size),
+    )
 
 
 def _head_norm(num_tokens: int, heads: int, size: int) -> OpCase:
@@ -691,6 +733,16 @@ def _packed_rows(form: Form, num_tokens: int) -> OpCase:
 OP_CASES = [
     _bitmask(1, 33, 0),
     _bitmask(5, 5000, 3, 0),
+    _lora_groups(4, -1, 2, 0, 2, 2, 0, -1, 2, 2, 2, 1),
+    _lora_groups(2, *(i * i % 7 - 1 for i in range(150))),
+    _lora_groups(4, -1),
+    _lora((0,), 64, (48,), ((16,),)),
+    _lora((1, 0, 1, 1, -1, 1, 1, 0), 96, (64, 30), ((3, 16), (16, 9))),
+    _lora((-1, -1), 96, (64,), ((8,), (3,))),
+    _lora((2, -1, 0, 2, 1), 2500, (600, 40, 40), ((16, 4, 0), (0, 0, 0), (5, 16, 9))),
+    _lora((1, 0, 1), 200, (520, 130), ((40, 17), (64, 0)), size=64),
+    _lora((0,) * 20 + (-1,) * 9 + (2,) * 45, 200, (130, 70), ((16, 5), (9, 9), (0, 16)), 16, 0),
+    _lora((1, -1, 0, *(0,) * 30, *(1,) * 60), 96, (70, 20, 20), ((32,) * 3, (5, 0, 1)), 32, 3),
     _norm(1, 64),
     _norm(3, 896),
     _norm(5, 100),

@@ -12,7 +12,8 @@ from penstock.kernels import device as devices
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
 FROM_80 = {
     "apply_bitmask": {"triton"}, "rms_norm": {"triton"}, "add_rms_norm": {"triton"},
-    "silu_mul": {"triton"}, "gelu_mul": {"triton"},
+    "silu_mul": {"triton"}, "gelu_mul": {"triton"}, "lora": {"triton"},
+    "lora_groups": {"triton"},
     "sigmoid_mul": {"triton"}, "rope_kv_write": {"triton"}, "mla_write": {"triton"},
     "mla_decode": {"triton"}, "mla_attend": {"triton"}, "quantize_int8": {"triton"},
     "int8_linear": {"gemv", "int_mm", "triton"}, "weight_only_experts": {"triton"},

@@ -181,6 +181,8 @@ CASES: dict[str, tuple[tuple[str, str, Any], int, str]] = {
     "suffix": (completion(suffix="end"), 400, "suffix is 'end'"),
     "beam search": (completion(use_beam_search=True, top_p=0.5), 400, "top_p does not work"),
     "adapter": (completion(lora_request={"lora_name": "a", "lora_int_id": 1}), 400, "adapters"),
+    "adapter without a name": (completion(lora_request={}), 400, "lora_name"),
+    "adapter's typo": (completion(lora_request={"lora_nam": "a"}), 400, "lora_nam"),
     "disaggregation": (
         completion(disaggregated_params={"request_type": "x"}),
         400,

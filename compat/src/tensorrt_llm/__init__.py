@@ -1,5 +1,5 @@
 """Names of TensorRT-LLM that scripts import, backed by Penstock."""
 
-from penstock import LLM, GuidedDecodingParams, SamplingParams, __version__
+from penstock import LLM, GuidedDecodingParams, LoRARequest, SamplingParams, __version__
 
-__all__ = ["LLM", "GuidedDecodingParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "GuidedDecodingParams", "LoRARequest", "SamplingParams", "__version__"]

@@ -1,8 +1,9 @@
 """The names of `tensorrt_llm.llmapi` that have a counterpart."""
 
-from penstock import LLM, GuidedDecodingParams, SamplingParams
+from penstock import LLM, GuidedDecodingParams, LoRARequest, SamplingParams
 from penstock.config.graphs import CudaGraphConfig
 from penstock.config.kv_cache import KvCacheConfig
+from penstock.config.lora import LoraConfig
 from penstock.config.moe import MoeConfig
 from penstock.config.speculative import SpeculativeConfig as NGramDecodingConfig
 
@@ -11,6 +12,8 @@ __all__ = [
     "CudaGraphConfig",
     "GuidedDecodingParams",
     "KvCacheConfig",
+    "LoRARequest",
+    "LoraConfig",
     "MoeConfig",
     "NGramDecodingConfig",
     "SamplingParams",

@@ -31,6 +31,8 @@ from penstock.frontend.generation import Generation
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.frontend.pooling import SAMPLING, check_dimensions, embedding, need_task
 from penstock.frontend.start import start_pipeline
+from penstock.types.adapter import Adapter
+from penstock.types.lora_request import LoRARequest, adapter_of
 from penstock.types.outputs import EmbeddingOutput, RequestOutput, TextDelta
 from penstock.types.pooling import Pooling, Task
 from penstock.types.request import ChatOptions, GenerateInput
@@ -38,6 +40,7 @@ from penstock.types.sampling import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has "prompt" or "prompt_token_ids"
 Message = Mapping[str, Any]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all prompts, or one for each
 _T = TypeVar("_T")
 
 
@@ -62,15 +65,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> RequestOutput | list[RequestOutput]:
         """One prompt in, one output out; a list of prompts in, a list out in the same order.
 
         `sampling_params` are taken as they are; without them the model's own defaults apply.
         """
-        if _is_single(prompts):
-            [ask] = self._inputs([prompts], sampling_params, _text_or_ids)
-            return self._run_all([ask], use_tqdm)[0]
-        return self._run_all(self._inputs(list(prompts), sampling_params, _text_or_ids), use_tqdm)
+        is_single = _is_single(prompts)
+        asked = [prompts] if is_single else list(prompts)
+        asks = self._inputs(asked, sampling_params, _text_or_ids, lora_request)
+        outputs = self._run_all(asks, use_tqdm)
+        return outputs[0] if is_single else outputs
 
     def chat(
         self,
@@ -78,6 +83,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_options: ChatOptions | Sequence[ChatOptions] = ChatOptions(),
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> RequestOutput | list[RequestOutput]:
         """One conversation in, one output out; a list of conversations in, a list out.
 
@@ -87,7 +93,8 @@ class LLM:
         conversations = [messages] if is_single else list(messages)
         options = _one_each(chat_options, len(conversations), "chat_options")
         asked = list(zip(conversations, options, strict=True))
-        outputs = self._run_all(self._inputs(asked, sampling_params, _conversation), use_tqdm)
+        asks = self._inputs(asked, sampling_params, _conversation, lora_request)
+        outputs = self._run_all(asks, use_tqdm)
         return outputs[0] if is_single else outputs
 
     def embed(
@@ -123,10 +130,13 @@ class LLM:
     encode = embed
 
     def generate_async(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> "PendingOutput":
         """Start one prompt now; await, iterate or `.result()` what comes back."""
-        [ask] = self._inputs([prompt], sampling_params, _text_or_ids)
+        [ask] = self._inputs([prompt], sampling_params, _text_or_ids, lora_request)
         return PendingOutput(self._loop, self._loop.submit(self._pipeline.generate(ask)))
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -148,13 +158,28 @@ class LLM:
         prompts: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         fields_of: Callable[[Any], dict[str, Any]],
+        lora_request: Adapters = None,
     ) -> list[GenerateInput]:
         given = self.get_default_sampling_params() if params is None else params
         each = _one_each(given, len(prompts), "sampling_params")
+        adapters = _one_each(lora_request, len(prompts), "lora_request")
         return [
-            GenerateInput(sampling=one, **fields_of(prompt))
-            for prompt, one in zip(prompts, each, strict=True)
+            GenerateInput(sampling=one, adapter=self._adapter(asked), **fields_of(prompt))
+            for prompt, one, asked in zip(prompts, each, adapters, strict=True)
         ]
+
+    def _adapter(self, asked: LoRARequest | None) -> Adapter | None:
+        if asked is None or asked.lora_path:
+            return None if asked is None else asked.adapter
+        named = {} if self.config.lora is None else self.config.lora.named
+        if asked.lora_name not in named:
+            raise RequestError(
+                "invalid_value",
+                f"lora_request names '{asked.lora_name}' and no lora_path; lora_config has "
+                f"{', '.join(named) or 'no adapters'}",
+                "lora_request",
+            )
+        return adapter_of(asked.lora_name, named[asked.lora_name])
 
     def _run_all(self, asks: Sequence[GenerateInput], use_tqdm: bool) -> list[RequestOutput]:
         with _progress(len(asks), use_tqdm) as advance:

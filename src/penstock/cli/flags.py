@@ -22,7 +22,7 @@ from penstock.config.trtllm_fields import (
 )
 from penstock.errors import ConfigError, did_you_mean
 
-Kind = Literal["text", "int", "float", "switch"]
+Kind = Literal["text", "texts", "int", "float", "switch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,13 @@ _LIMITS = (
     Flag("kv_cache_dtype", "text", "number format of the cache", path="kv_cache_config.dtype"),
     Flag("enable_chunked_prefill", "switch", "compute long prompts in pieces"),
     Flag("disable_overlap_scheduler", "switch", "plan a step only when the last one has ended"),
+)
+_LORA = (
+    Flag("enable_lora", "switch", "take low-rank adapters (docs/lora.md)"),
+    Flag("lora_modules", "texts", "NAME=FOLDER of each adapter", path="lora_config.lora_modules"),
+    Flag("max_loras", "int", "adapters on the device at a time", path="lora_config.max_loras"),
+    Flag("max_lora_rank", "int", "largest rank of an adapter", path="lora_config.max_lora_rank"),
+    Flag("max_cpu_loras", "int", "adapters kept in host memory", path="lora_config.max_cpu_loras"),
 )
 _SERVER = (
     Flag("host", "text", "address to listen on"),
@@ -178,12 +185,13 @@ _GROUPS = {
     "model": _MODEL,
     "devices": _DEVICES,
     "limits": _LIMITS,
+    "adapters": _LORA,
     "server": _SERVER,
     "of trtllm-serve, ignored or rejected here": _COMPATIBLE,
 }
 FLAGS: tuple[Flag, ...] = tuple(flag for group in _GROUPS.values() for flag in group)
 
-_TYPES: dict[str, Any] = {"text": str, "int": int, "float": float}
+_TYPES: dict[str, Any] = {"text": str, "texts": str, "int": int, "float": float}
 _YES, _NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 
 
@@ -234,6 +242,8 @@ def _add(group: "argparse._ArgumentGroup", flag: Flag) -> None:
         group.add_argument(*opposites, action="store_false", help=argparse.SUPPRESS, **common)
     else:
         kind, metavar = _TYPES[flag.kind], flag.kind.upper()
+        if flag.kind == "texts":
+            common["nargs"], metavar = "+", "TEXT"
         action = group.add_argument(*spellings, type=kind, metavar=metavar, **common)
     if flag.help:
         known = f" (default: {DEFAULTS[flag.field]})" if flag.field in DEFAULTS else ""

@@ -11,7 +11,7 @@ from penstock.cli.parser import add_help_all
 from penstock.config.trtllm_fields import ignored, rejected
 
 _TEXT_ONLY = rejected("only text models are run")
-_NO_LORA = rejected("there are no LoRA adapters yet", -1)
+_NO_LORA = rejected("datasets name no LoRA adapters; benchmarks/lora.py measures them", -1)
 
 _AS_SERVED = (
     *("max_batch_size", "max_num_tokens", "max_seq_len", "revision", "dtype", "load_format"),

@@ -126,6 +126,7 @@ def resolve(
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,
         drafting=_drafting(config),
+        lora=None if config.lora is None else config.lora.to_run(),
         graph_mixes=at_start,
         graph_mixes_when_idle=when_idle,
         tokens_beside_decodes=choices.add(

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from penstock.types.adapter import Adapter
 from penstock.types.setting_choice import SettingChoice
 
 
@@ -31,6 +32,18 @@ class NGramDrafting:
     max_size: int  # tokens that are compared
     use_oldest: bool  # of equally long matches
     max_decodes: int | None = None  # of a step; with more nothing is drafted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRun:
+    """Low-rank adapters that requests may choose."""
+
+    max_rank: int
+    num_slots: int  # adapters on the device at a time
+    num_host: int  # in host memory
+    target_modules: tuple[str, ...] = ()  # as checkpoints call them; empty: by `adapters`, or all
+    adapters: tuple[Adapter, ...] = ()  # those that are known from the start
+    may_load: bool = False  # others may come while serving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +91,7 @@ class RunConfig:
     moe_max_tokens: int | None = None  # that go through the experts at once
     ep_size: int = 1  # expert-parallel groups; the ranks of a group shard each expert
     drafting: NGramDrafting | None = None  # None: one token a step and sequence
+    lora: LoraRun | None = None  # None: no adapters
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
     max_queued_tokens: int = 1 << 40  # of prompts, waiting or running
     logits_processors: tuple[str, ...] = ()  # names of entry points

@@ -22,6 +22,7 @@ from penstock.config.generation import GenerationOverrides
 from penstock.config.graphs import CudaGraphConfig
 from penstock.config.http import HttpConfig
 from penstock.config.kv_cache import KvCacheConfig
+from penstock.config.lora import LoraConfig
 from penstock.config.messages import explain
 from penstock.config.moe import MoeConfig
 from penstock.config.speculative import SpeculativeConfig
@@ -296,6 +297,16 @@ class EngineConfig(StrictModel):
         status="beta",
     )
 
+    enable_lora: bool = setting(
+        False, "Low-rank adapters. A lora_config turns them on, too.", status="beta"
+    )
+    lora_config: LoraConfig | None = setting(
+        None,
+        "Low-rank adapters, one of which a request may choose by its model name or lora_request. "
+        "null: none, unless enable_lora.",
+        status="beta",
+    )
+
     # statistics
     max_stats_len: int = setting(
         1000, "Most records kept between two reads; older ones are dropped.", ge=1, le=1_000_000
@@ -350,6 +361,11 @@ class EngineConfig(StrictModel):
         for line in warnings:
             _logger.warning("%s", line)
         return config
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """None: this run has no adapters."""
+        return self.lora_config or (LoraConfig() if self.enable_lora else None)
 
     @field_validator("moe_expert_parallel_size", "moe_tensor_parallel_size", mode="before")
     @classmethod

@@ -82,7 +82,6 @@ _OTHER_DRAFTERS_FIELDS = (
     *("mask_token_id", "target_layer_ids", "output_directory", "write_interval", "file_prefix"),
 )
 _NO_COMPILE = ignored("no model is run through torch.compile")
-_NO_LORA = "adapters are not there yet"
 _NO_TRANSFER = "prefill and decode in separate servers is not there yet"
 
 _MODEL = {
@@ -279,14 +278,26 @@ _CACHE = {
         "backend transceiver_runtime max_tokens_in_buffer kv_transfer_timeout_ms "
         "kv_transfer_sender_future_timeout_ms",
     ),
-    "enable_lora": rejected(_NO_LORA, False),
+    "enable_lora": SUPPORTED,
     **_section(
         "lora_config",
-        rejected(_NO_LORA),
-        "lora_dir lora_ckpt_source max_lora_rank lora_target_modules trtllm_modules_to_hf_modules "
-        "max_loras max_cpu_loras swap_gate_up_proj_lora_b_weight",
+        SUPPORTED,
+        {
+            **dict.fromkeys(
+                ("lora_dir", "lora_ckpt_source", "max_lora_rank", "lora_target_modules"), SUPPORTED
+            ),
+            **dict.fromkeys(("max_loras", "max_cpu_loras"), SUPPORTED),
+            "trtllm_modules_to_hf_modules": rejected(
+                "name modules as the checkpoint does in lora_target_modules", {}
+            ),
+            "swap_gate_up_proj_lora_b_weight": ignored(
+                "gate and up are placed by their names", True, False
+            ),
+        },
     ),
-    "peft_cache_config": rejected(_NO_LORA),
+    "peft_cache_config": rejected(
+        "adapters are counted, not their bytes; use lora_config.max_loras and max_cpu_loras"
+    ),
 }
 
 _OUTPUT = {

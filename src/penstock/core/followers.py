@@ -7,7 +7,8 @@ from penstock.types.request import Request
 
 
 class Follower(Protocol):
-    """Told about requests with `late_inputs` only; the others cost nothing."""
+    """Told about the commits of requests with `late_inputs` and the end of those with
+    `is_followed`; the others cost nothing."""
 
     def on_commit(self, request: Request, token_ids: Sequence[int]) -> str | None:
         """The request has these new tokens, one or several. Returns why it must fail, if so."""

@@ -408,7 +408,7 @@ class Scheduler:
         else:
             self._give_back(seq)
         seq.finish()
-        if seq.request.late_inputs:
+        if seq.request.is_followed:
             for follower in self._followers:
                 follower.on_close(seq.request)
         del self._by_id[seq.id]

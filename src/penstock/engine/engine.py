@@ -13,8 +13,9 @@ from penstock.config.schema import EngineConfig
 from penstock.core.chunk_limit import ChunkLimit
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
-from penstock.core.loop import EngineLoop
+from penstock.core.loop import EngineLoop, Executor
 from penstock.core.scheduler import Scheduler
+from penstock.engine.adapters import Adapters, EquippedExecutor
 from penstock.engine.cache_groups import cache_group
 from penstock.engine.grammars import Grammars
 from penstock.engine.iteration import count_step, describe_step
@@ -27,6 +28,7 @@ from penstock.ipc.process import ForkedWorkers
 from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
+from penstock.runtime.adapters import find_adapters
 from penstock.runtime.compile_workers import CompileWorkers
 from penstock.runtime.executor import RankExecutor
 from penstock.runtime.memory import fitted, longest_sequence
@@ -112,6 +114,15 @@ class Engine:
         self.grammars = Grammars(asked, self.spec)
         self.scheduler.add_gate(self.grammars)
         self.scheduler.add_follower(self.grammars)
+        executor: Executor = RankExecutor(runner, self._ranks.senders)
+        self.adapters = Adapters(None)
+        if config.lora is not None:
+            field = find_adapters(loaded.fields)
+            assert field is not None
+            self.adapters = Adapters(field.host, config.lora.num_slots)
+            self.scheduler.add_gate(self.adapters)
+            self.scheduler.add_follower(self.adapters)
+            executor = EquippedExecutor(executor, self.adapters.equip)
 
         num_described = 0
 
@@ -128,7 +139,7 @@ class Engine:
 
         self.loop = EngineLoop(
             self.scheduler,
-            RankExecutor(runner, self._ranks.senders),
+            executor,
             self._mailbox,
             self._mailbox,
             counters,
@@ -180,6 +191,7 @@ class Engine:
             task=self._task.task,
             hidden_size=self.spec.hidden_size,
             normalizes=self._task.normalizes,
+            has_adapters=config.lora is not None,
         )
 
     def run(self) -> None:
@@ -196,6 +208,7 @@ class Engine:
     def _say_goodbye(self, message: str) -> None:
         """Clients end their requests with it, or send those without a token to another engine."""
         self.grammars.close()
+        self.adapters.close()
         self._mailbox.broadcast(Fatal(message=message))
 
 

@@ -30,6 +30,13 @@ def make_requests(
     sampling = ask.sampling
     _check_task(ask, info)
     _check_sampling(sampling, info)
+    if ask.adapter is not None and not info.has_adapters:
+        raise RequestError(
+            "unsupported",
+            f"adapter '{ask.adapter.name}' is asked for, but this engine takes none; start it with "
+            "enable_lora or a lora_config",
+            "lora_request",
+        )
     if grammar is not None and sampling.ignore_eos:
         raise RequestError(
             "invalid_value",
@@ -67,6 +74,7 @@ def make_requests(
         late_inputs=grammar is not None or bool(sampling.logits_processors),
         pooling=ask.pooling,
         grammar=None if grammar is None else Grammar(text=grammar, min_tokens=sampling.min_tokens),
+        adapter=ask.adapter,
     )
     return [first] + [
         replace(
@@ -80,10 +88,13 @@ def make_requests(
 
 
 def _cache_keys(ask: GenerateInput) -> tuple[str, ...]:
-    """A salt is its tenant's own: another one with the same salt shares nothing with it."""
+    """A salt is its tenant's own: another one with the same salt shares nothing with it. Keys and
+    values under an adapter are others than without it."""
     tenant, salt = ask.tenant, ask.cache_salt
     scope = tenant.prefix_scope if salt is None else tenant.salt_scope
-    return tuple(key for key in (scope, salt) if key is not None)
+    keys = tuple(key for key in (scope, salt) if key is not None)
+    # So many that no salt looks like them.
+    return keys if ask.adapter is None else (*keys, "adapter", ask.adapter.id, ask.adapter.name)
 
 
 def _of_sample(sampling: SamplingParams, index: int, has_grammar: bool) -> SamplingParams:

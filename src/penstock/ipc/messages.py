@@ -78,6 +78,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = Task.GENERATE
     hidden_size: int = 0
     normalizes: bool = True  # embeddings have length 1
+    has_adapters: bool = False  # requests may name one
 
 
 class Ready(Message, frozen=True):

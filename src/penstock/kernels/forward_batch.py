@@ -27,6 +27,14 @@ class DraftedSpans:
     drafted_tokens: slice  # of the second kind
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterTokens:
+    """Batch field of a step with low-rank adapters (`runtime/adapters.py`)."""
+
+    slots_T: Tensor  # int32: of each token, -1 for none
+    groups_NG: Tensor | None  # int32: of the decodes, by `kernels.lora.lora_groups`
+
+
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
     input_ids_T: Tensor  # int64
@@ -44,10 +52,16 @@ class ForwardBatch:
     # host; of the entries behind the decodes: tokens before T. None: only the device knows
     cached_lens: tuple[int, ...] | None = None
     drafted: DraftedSpans | None = None  # None: no token was drafted, or no layer has a state
+    adapters: AdapterTokens | None = None  # None: no token has one
 
     def of_group(self, group: int) -> "ForwardBatch":
         """The step with the slots and the block table of one cache group."""
         return self if group == 0 else self.others[group - 1]
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether a feature brings inputs of its own (`runtime/batch_fields.py`)."""
+        return self.adapters is not None
 
     @property
     def num_tokens(self) -> int:

@@ -9,19 +9,20 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from penstock.kernels.formats import Activation, InputFormat
+from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.context import LayerContext
-from penstock.layers.fused_quant import gated
+from penstock.layers.fused_quant import converted, gated
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.shard import Shard, Span, split, split_heads, stack_shards, whole
 from penstock.quantization.scheme import LinearScheme, LinearShape
 
-PostOp = Callable[[Activation, Tensor, ForwardBatch], Tensor]
+PostOp = Callable[[Tensor, Tensor, ForwardBatch], Tensor]
 
 
 class Linear(nn.Module):
-    """`post_op(x_TI, y_TO, batch)` may replace the output: the one place where adapters attach."""
+    """`post_op(x_TI, y_TO, batch)` may replace the output: the one place where adapters attach. It
+    sees the input plain. `has_post_op` tells in which steps it has something to do."""
 
     def __init__(
         self, outputs: tuple[Shard, ...], inputs: Shard, *, bias: bool, build: LayerContext
@@ -31,6 +32,7 @@ class Linear(nn.Module):
         self.dtype, self.device = build.dtype, build.device
         self.scheme: LinearScheme
         self.post_op: PostOp | None = None
+        self.has_post_op: Callable[[ForwardBatch], bool] = lambda batch: True
 
     def use(self, scheme: LinearScheme) -> None:
         """How the weights are stored; set once the layer's place in the model is known."""
@@ -47,7 +49,7 @@ class Linear(nn.Module):
 
     def input_format(self, num_tokens: int) -> InputFormat:
         """The form in which this layer wants its input."""
-        return self.scheme.input_format(self, num_tokens)
+        return PLAIN if self.post_op is not None else self.scheme.input_format(self, num_tokens)
 
     def forward(self, x_TI: Activation, batch: ForwardBatch) -> Tensor:
         return self._multiply(x_TI, batch, add_bias=True)
@@ -56,13 +58,23 @@ class Linear(nn.Module):
         self, x_TI: Activation, wanted: InputFormat, batch: ForwardBatch, activation: str = "silu"
     ) -> Activation:
         """act(first half of the outputs) * second half, in the form the next layer wants."""
-        is_fused = self.post_op is None and activation == "silu"
-        short = self.scheme.apply_gated(self, x_TI, wanted) if is_fused else None
+        is_plain = self.post_op is None or not self.has_post_op(batch)
+        is_fused = is_plain and activation == "silu"
+        short = self.scheme.apply_gated(self, self._input(x_TI), wanted) if is_fused else None
         return gated(self(x_TI, batch), wanted, activation) if short is None else short
 
     def _multiply(self, x_TI: Activation, batch: ForwardBatch, add_bias: bool) -> Tensor:
-        y_TO = self.scheme.apply(self, x_TI, add_bias)
-        return y_TO if self.post_op is None else self.post_op(x_TI, y_TO, batch)
+        y_TO = self.scheme.apply(self, self._input(x_TI), add_bias)
+        if self.post_op is None or not self.has_post_op(batch):
+            return y_TO
+        assert isinstance(x_TI, Tensor), "its format was not asked for"
+        return self.post_op(x_TI, y_TO, batch)
+
+    def _input(self, x_TI: Activation) -> Activation:
+        """In the form that the scheme wants, where it came plain for the post-op's sake."""
+        if self.post_op is None or not isinstance(x_TI, Tensor):
+            return x_TI
+        return converted(x_TI, self.scheme.input_format(self, x_TI.shape[0]))
 
 
 class ColumnLinear(Linear):

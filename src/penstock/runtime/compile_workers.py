@@ -30,6 +30,7 @@ from penstock.kernels import triton_cache
 from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
+from penstock.runtime.adapters import make_batch_fields
 from penstock.runtime.cache_groups import group_layers
 from penstock.runtime.mixed_graphs import all_shapes
 from penstock.runtime.model_loader import load_model, most_weight_bytes
@@ -126,8 +127,8 @@ def _warm_up(parts: Sequence[WarmupPart], config: RunConfig, spec: ModelSpec) ->
     mesh = RankMesh.single()
     model, device, _ = load_model(config, spec, mesh, Timeline())
     groups = group_layers(model.cache_layers(), config)
-    cache = trial_cache(config, groups)
-    runner, rows = wire_runner(config, spec, model, groups, mesh, device, cache)
+    cache, fields = trial_cache(config, groups), make_batch_fields(config, model, device)
+    runner, rows = wire_runner(config, spec, model, groups, mesh, device, cache, fields)
     for part in parts:
         if part.has_steps:
             run_steps(runner, config)

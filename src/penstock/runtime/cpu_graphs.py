@@ -43,7 +43,8 @@ class DecodeCpuGraphs:
 
     def logits(self, batch: ForwardBatch) -> Tensor | None:
         """logits_NV, which the next call overwrites; None: the model has to compute this step."""
-        if not self._is_recordable or batch.num_entries > _MAX_ENTRIES:
+        is_long = batch.num_entries > _MAX_ENTRIES
+        if not self._is_recordable or is_long or batch.has_fields:
             return None
         recorded = self._recorded.get(batch.num_entries) or self._record(batch)
         if recorded is None:

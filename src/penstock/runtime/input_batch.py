@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.kernels.forward_batch import DraftedSpans, ForwardBatch
 from penstock.kernels.gather import decode_inputs
 from penstock.kernels.transfer import to_device
+from penstock.runtime.batch_fields import BatchField
 from penstock.runtime.step_layout import StepShape
 from penstock.sampling.verification import Accepted, DraftedRows
 from penstock.types.step import FROM_DEVICE, Int32s, StepPlan
@@ -67,9 +68,10 @@ class Rows:
         device: torch.device,
         groups: Sequence[bool] = (True,),
         max_drafts: int = 0,
+        fields: Sequence[BatchField] = (),
     ) -> None:
         """`groups`: of each cache group, whether blocks hold `block_size` tokens; else one holds
-        the whole sequence, and a token's slot is that block."""
+        the whole sequence, and a token's slot is that block. `fields`: of features."""
         self.device = device
         self.block_size = block_size
         self.padding_row = max_rows
@@ -83,6 +85,7 @@ class Rows:
             for is_paged in groups
         ]
         self._is_paged = tuple(groups)
+        self._fields = tuple(fields)
         num_entries = max_rows * (1 + max_drafts) + 1
         self._arange_R1 = torch.arange(num_entries + 1, dtype=torch.int32, device=device)
         self._prefill_ids: dict[int, Int32s] = {}  # host: what each row must prefill
@@ -91,6 +94,8 @@ class Rows:
         """Rows that join and blocks that rows gain."""
         for join in plan.joins:
             self._prefill_ids[join.row] = join.token_ids
+        for field in self._fields:
+            field.join(plan.joins)
         growth = plan.growth
         for group, table_RM in enumerate(self.block_tables):
             own = growth.groups == group
@@ -114,6 +119,7 @@ class Rows:
             max_query_len=int(plan.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[plan.num_decodes :].tolist()),
+            rows=plan.rows,
         )
         sampling_rows = sampling_L.long()
         return StepInputs(
@@ -157,6 +163,7 @@ class Rows:
             max_query_len=int(by_token.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[num_decodes:].tolist()),
+            rows=plan.rows,
             offsets_N=offsets_N,
             drafted=None
             if all(self._is_paged)
@@ -227,6 +234,7 @@ class Rows:
         max_query_len: int,
         max_kv_len: int,
         cached_lens: tuple[int, ...] | None = None,
+        rows: Int32s | None = None,
         offsets_N: Tensor | None = None,
         drafted: DraftedSpans | None = None,
     ) -> ForwardBatch:
@@ -237,20 +245,20 @@ class Rows:
         """
         rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T = tensors
         is_prompt_N = starts_N != FROM_DEVICE
-        rows = rows_N.long()
-        own_firsts_N, own_ids_N = self.lengths_R[rows], self.last_tokens_R[rows]
+        index_N = rows_N.long()
+        own_firsts_N, own_ids_N = self.lengths_R[index_N], self.last_tokens_R[index_N]
         if offsets_N is not None:
             own_firsts_N = own_firsts_N + offsets_N
-            drafts_N = self.drafts_RK[rows, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
+            drafts_N = self.drafts_RK[index_N, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
             own_ids_N = torch.where(offsets_N > 0, drafts_N, own_ids_N)
         firsts_N = torch.where(is_prompt_N, starts_N, own_firsts_N)
         entries = entries_T.long()
-        rows_T = rows[entries]
+        rows_T = index_N[entries]
         positions_T = (firsts_N[entries] + offsets_T).long()
         input_ids_T = torch.where(is_prompt_N[entries], ids_T.long(), own_ids_N[entries])
         kv_lens_N = firsts_N + counts_N
         grown = slice(0 if offsets_N is None else num_decodes, None)
-        self.lengths_R.index_copy_(0, rows[grown], kv_lens_N[grown])
+        self.lengths_R.index_copy_(0, index_N[grown], kv_lens_N[grown])
         return self._with_groups(
             rows_T,
             ForwardBatch(
@@ -267,12 +275,13 @@ class Rows:
                 cached_lens=cached_lens,
                 drafted=drafted,
             ),
+            rows,
         )
 
     def build_decode(self, rows: Int32s, max_kv_len: int) -> StepInputs:
         """The same for a step of decodes only, where row numbers are all the host sends."""
         rows_N = to_device(rows, self.device)
-        batch = self.decode_batch(rows_N, max_kv_len)
+        batch = self.decode_batch(rows_N, max_kv_len, rows)
         return StepInputs(
             batch=batch,
             rows_L=rows_N.long(),
@@ -281,17 +290,20 @@ class Rows:
             logit_index_L=None,
         )
 
-    def decode_batch(self, rows_N: Tensor, max_kv_len: int) -> ForwardBatch:
-        """One token of each row, built on the device; `rows_N` may hold padding rows."""
+    def decode_batch(
+        self, rows_N: Tensor, max_kv_len: int, rows: Int32s | None = None
+    ) -> ForwardBatch:
+        """One token of each row, built on the device; `rows_N` may hold padding rows. `rows`: the
+        same on the host, where it knows them."""
         input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
             rows_N, self.last_tokens_R, self.lengths_R, self.block_tables[0], self.block_size
         )
-        rows = rows_N.long()
-        self.lengths_R.index_copy_(0, rows, kv_lens_N)
+        index_N = rows_N.long()
+        self.lengths_R.index_copy_(0, index_N, kv_lens_N)
         self.lengths_R[self.padding_row :].zero_()
         num_entries = rows_N.shape[0]
         return self._with_groups(
-            rows,
+            index_N,
             ForwardBatch(
                 input_ids_T=input_ids_N,
                 positions_T=positions_N,
@@ -304,10 +316,16 @@ class Rows:
                 max_query_len=1,
                 max_kv_len=max_kv_len,
             ),
+            rows,
         )
 
-    def _with_groups(self, rows_T: Tensor, batch: ForwardBatch) -> ForwardBatch:
-        """The batch of group 0, and beside it that of every other group."""
+    def _with_groups(
+        self, rows_T: Tensor, batch: ForwardBatch, rows: Int32s | None
+    ) -> ForwardBatch:
+        """The batch of group 0 with the fields of features, and beside it that of every other
+        group. `rows`: of its entries; None: a graph, which serves any."""
+        for field in self._fields:
+            field.attach(batch, rows_T, rows)
         batch.others = tuple(
             replace(
                 batch,

@@ -13,6 +13,8 @@ from penstock.kernels import triton_cache
 from penstock.kernels.device import available_bytes, resident_bytes
 from penstock.layers.decoder import Decoder
 from penstock.parallel.mesh import RankMesh
+from penstock.runtime.adapters import make_batch_fields
+from penstock.runtime.batch_fields import BatchField
 from penstock.runtime.cache_groups import LayerGroup, group_layers
 from penstock.runtime.capture import capture_graphs
 from penstock.runtime.drafter import make_drafter
@@ -45,6 +47,7 @@ class LoadedRank:
     device: torch.device
     memory: MemoryPlan
     groups: tuple[LayerGroup, ...]
+    fields: tuple[BatchField, ...] = ()
 
 
 def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Timeline) -> LoadedRank:
@@ -56,8 +59,14 @@ def load_rank(config: RunConfig, spec: ModelSpec, mesh: RankMesh, timeline: Time
     model, device, weights = load_model(config, spec, mesh, timeline)
     with timeline.phase("plan memory"):
         groups = group_layers(model.cache_layers(), config)
-        memory = _plan_memory(config, spec, model, groups, mesh, device, weights, process)
-    return LoadedRank(model=model, mesh=mesh, device=device, memory=memory, groups=groups)
+        fields = make_batch_fields(config, model, device)
+        for field in fields:
+            field.start()
+            weights += field.num_bytes
+        memory = _plan_memory(config, spec, model, groups, mesh, device, weights, process, fields)
+    return LoadedRank(
+        model=model, mesh=mesh, device=device, memory=memory, groups=groups, fields=fields
+    )
 
 
 def _plan_memory(
@@ -69,13 +78,16 @@ def _plan_memory(
     device: torch.device,
     weights: int,
     process: int,
+    fields: tuple[BatchField, ...],
 ) -> MemoryPlan:
     if device.type == "cpu":
         return make_plan(
             config,
             weights=weights,
             activations=cpu_activations(config, spec),
-            free=available_bytes() // (config.tp_size * config.dp_size),
+            # The pages of fields are taken when they are written.
+            free=available_bytes() // (config.tp_size * config.dp_size)
+            - sum(field.num_bytes for field in fields),
             groups=groups,
             process=process,
         )
@@ -83,7 +95,8 @@ def _plan_memory(
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     # The largest step there can be: what counts is its peak, not its result.
-    runner, _ = wire_runner(config, spec, model, groups, mesh, device, trial_cache(config, groups))
+    cache = trial_cache(config, groups)
+    runner, _ = wire_runner(config, spec, model, groups, mesh, device, cache, fields)
     run_steps(runner, config)
     run_sizes(runner, model, config, eager_sizes(config))
     torch.cuda.synchronize()
@@ -107,13 +120,14 @@ def wire_runner(
     mesh: RankMesh,
     device: torch.device,
     cache: CacheSize,
+    fields: tuple[BatchField, ...] = (),
 ) -> tuple[ModelRunner, Rows]:
     max_blocks = -(-max_row_tokens(config) // config.tokens_per_block)
     block_size = config.tokens_per_block
     paged = [not group.has_states for group in groups]
     drafter = make_drafter(config, device)
     max_drafts = drafter.max_drafts if drafter is not None else 0
-    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged, max_drafts)
+    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged, max_drafts, fields)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
     plugins = config.logits_processors
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed, plugins)
@@ -126,7 +140,14 @@ def finish_rank(
     """The runner with its cache, warmed up, and its graphs captured."""
     with timeline.phase("allocate cache"):
         runner, rows = wire_runner(
-            config, spec, loaded.model, loaded.groups, loaded.mesh, loaded.device, cache
+            config,
+            spec,
+            loaded.model,
+            loaded.groups,
+            loaded.mesh,
+            loaded.device,
+            cache,
+            loaded.fields,
         )
     longest = longest_sequence(config, cache)
     if loaded.device.type == "cuda":

@@ -13,6 +13,7 @@ from penstock.config.schema import EngineConfig
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.server import health
 from penstock.server.access_log import AccessLog
+from penstock.server.adapters import load_lora_adapter, unload_lora_adapter
 from penstock.server.anthropic.messages import count_tokens, create_message
 from penstock.server.auth import ApiKeyGuard
 from penstock.server.batches.service import batch_service
@@ -71,6 +72,8 @@ def build_app(
             Route("/prometheus/metrics", health.prometheus_metrics),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
+            Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),

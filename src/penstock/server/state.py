@@ -11,6 +11,7 @@ from penstock.config.schema import EngineConfig
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.hub.gguf_file import is_gguf
 from penstock.metrics.collect import Metrics
+from penstock.server.adapter_registry import AdapterRegistry
 from penstock.server.body_limits import Bodies
 from penstock.server.openai.logprobs import TokenNames
 from penstock.server.shared_state import SharedState
@@ -24,6 +25,7 @@ class ServerState:
     metrics: Metrics
     names: TokenNames
     bodies: Bodies
+    adapters: AdapterRegistry
     choices: Sequence[SettingChoice] = ()
     has_key: bool = False  # clients must send one
     created: int = field(default_factory=lambda: int(time.time()))
@@ -47,7 +49,9 @@ def server_state(
     )
     bodies = Bodies(config.http_config, client.info.max_seq_len)
     names = TokenNames(pipeline.tokenizer)
-    return ServerState(pipeline, name, metrics, names, bodies, choices, has_key)
+    folder = None if shared is None else Path(shared.path).with_name("adapters")
+    adapters = AdapterRegistry(config.lora, name, folder)
+    return ServerState(pipeline, name, metrics, names, bodies, adapters, choices, has_key)
 
 
 def model_name(config: EngineConfig) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.types.adapter import Adapter
 from penstock.types.pooling import Pooling
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import Int32s
@@ -56,6 +57,7 @@ class GenerateInput:
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str | None = None
+    adapter: Adapter | None = None
     tenant: Tenant = ANONYMOUS
 
 
@@ -96,9 +98,15 @@ class Request:
     late_inputs: bool = False  # its sampling depends on what the commit before it finds
     grammar: Grammar | None = None  # which outputs it may have; then late_inputs is set
     pooling: Pooling | None = None  # wanted of its last position; then max_tokens is 1
+    adapter: Adapter | None = None  # then it is among the cache_keys
     leader: int | None = (
         None  # id of the sample of the same prompt whose prefix this one waits to share
     )
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether followers want to know when it ends."""
+        return self.late_inputs or self.adapter is not None
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_ids, np.ndarray):

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.types.adapter import AdapterInSlot
 from penstock.types.pooling import Pooling
 from penstock.types.sampling import SamplingParams
 
@@ -41,6 +42,7 @@ class RowJoin:
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     pooling: Pooling | None = None
+    adapter: AdapterInSlot | None = None
 
 
 class _BlockOp(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

@@ -67,7 +67,7 @@ def load_weights(
                 tensors = gathered(tensors, part.spec.weight_only, frozenset(part.modules))
         if found.weight_only is not None:
             tensors = gathered(tensors, found.weight_only)
-    for name, tensor in _named(tensors, rules):
+    for name, tensor in named_parts(tensors, rules):
         target = rules.target(name)
         if target is None or target.parameter in shared:  # tied: its other name fills it
             continue
@@ -178,7 +178,9 @@ def _copy(tensor: StoredTensor, parameter: nn.Parameter, part: int) -> None:
         parameter[piece.target].copy_(whole.reshape(piece.full_shape)[piece.source])
 
 
-def _named(tensors: Iterable[StoredTensor], rules: Rules) -> Iterator[tuple[str, StoredTensor]]:
+def named_parts(
+    tensors: Iterable[StoredTensor], rules: Rules
+) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor and its name; one that the rules take apart as those that it is made of."""
     for tensor in tensors:
         if (stack := rules.unstack(tensor.name)) is not None:

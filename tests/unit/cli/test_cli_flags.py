@@ -38,6 +38,8 @@ def field_info(path: str):
 
 
 def kind_of(annotation) -> str | None:
+    if get_origin(annotation) is dict:
+        return "texts"  # NAME=VALUE, several
     arms = [arm for arm in get_args(annotation) or (annotation,) if arm is not NoneType]
     if get_origin(annotation) is Literal or any(get_origin(arm) is Literal for arm in arms):
         return "text"

@@ -97,7 +97,24 @@ MALFORMED = [
         "unknown field 'num_slot' in moe_config.load_balancer; did you mean 'num_slots'?",
     ),
     ({"encode_only": True}, "encode_only cannot be used: set task to embed, or to score"),
-    ({"enable_lora": True}, "enable_lora cannot be used: adapters are not there yet"),
+    (
+        {"lora_config": {"lora_ckpt_source": "nemo"}},
+        "lora_config.lora_ckpt_source is 'nemo', it must be 'hf'",
+    ),
+    ({"lora_config": {"lora_modules": ["a"]}}, "'a' is not NAME=FOLDER"),
+    (
+        {"lora_config": {"lora_dir": ["/x/a"], "lora_modules": {"a": "/y"}}},
+        "two adapters are called 'a'",
+    ),
+    ({"lora_config": {"max_loras": 4, "max_cpu_loras": 3}}, "max_cpu_loras is 3, less than"),
+    (
+        {"lora_config": {"trtllm_modules_to_hf_modules": {"attn_q": "wq"}}},
+        "lora_config.trtllm_modules_to_hf_modules cannot be used: name modules as the checkpoint",
+    ),
+    (
+        {"peft_cache_config": {"host_cache_size": 1}},
+        "peft_cache_config cannot be used: adapters are counted, not their bytes",
+    ),
     ({"tokenizer_revision": "v2"}, "tokenizer_revision cannot be used"),
     (
         {"attn_backend": "a", "attention_backend": "b"},

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.access_log import tell_access_log
+from penstock.server.adapters import with_adapter
 from penstock.server.anthropic.block_writer import BlockWriter
 from penstock.server.anthropic.reply import (
     Message,
@@ -44,6 +45,7 @@ async def create_message(request: Request) -> Response | FramedStream:
     defaults = state.pipeline.client.info.default_sampling
     asked, given = await read_body(request, partial(_read, defaults))
     inputs = on_behalf(tenant_of(request), [given])
+    state, inputs = await with_adapter(state, inputs, asked.model)
     with told_as(NAMES):
         generations = await Generations.start(
             state.pipeline, inputs, state.metrics.observe, stream=asked.stream

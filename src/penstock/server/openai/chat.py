@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.access_log import tell_access_log
+from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
@@ -45,6 +46,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
     defaults = state.pipeline.client.info.default_sampling
     asked, given = await read_body(request, partial(_read, defaults))
     inputs = on_behalf(tenant_of(request), [given])
+    state, inputs = await with_adapter(state, inputs, asked.model, asked.lora_request)
     generations = await Generations.start(
         state.pipeline, inputs, state.metrics.observe, stream=asked.stream
     )

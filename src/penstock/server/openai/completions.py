@@ -14,6 +14,7 @@ from starlette.responses import Response
 from penstock.errors import RequestError
 from penstock.frontend.generation import Generation
 from penstock.server.access_log import tell_access_log
+from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
@@ -40,6 +41,7 @@ async def completions(request: Request) -> Response | EventStream:
     if asked.echo and state.pipeline.tokenizer is None:
         raise RequestError("unsupported", "echo needs a tokenizer, the server runs without", "echo")
     inputs = on_behalf(tenant_of(request), inputs)
+    state, inputs = await with_adapter(state, inputs, asked.model, asked.lora_request)
     generations = await Generations.start(
         state.pipeline, inputs, state.metrics.observe, stream=asked.stream
     )

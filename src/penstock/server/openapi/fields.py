@@ -7,7 +7,15 @@ says why in its schema (`UNSUPPORTED`); neither is repeated here.
 _DEFAULT = "null: the model's own (generation_config), else"
 
 FIELDS = {
-    "model": "Any name: the server has one model, and says which in its answer.",
+    "model": "Any name: the server has one model, and says which in its answer. Where it has "
+    "adapters: the model's name or one of theirs.",
+    "lora_request": "The adapter to run with, by its name.",
+    "lora_name": "Name of an adapter.",
+    "lora_int_id": "A number that TensorRT-LLM and vLLM give adapters; the name is enough.",
+    "lora_path": "Folder of the adapter, where clients may name some "
+    "(lora_config.allow_runtime_updating).",
+    "lora_ckpt_source": "Layout of the folder; hf is PEFT's.",
+    "load_inplace": "Replace an adapter of the same name.",
     "messages": "The conversation, oldest first. Only an assistant may leave out the content.",
     "prompt": "A text, a list of texts, the token ids of one, or a list with those of several.",
     "max_tokens": "Longest output, in tokens. null: as long as the context allows. "

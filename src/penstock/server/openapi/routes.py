@@ -23,6 +23,7 @@ from penstock.server.openai.pooling import EmbeddingResponse, RerankResponse, Sc
 from penstock.server.openai.requests.batches import BatchRequest
 from penstock.server.openai.requests.chat import ChatRequest
 from penstock.server.openai.requests.completions import CompletionRequest
+from penstock.server.openai.requests.lora import LoadLora, UnloadLora
 from penstock.server.openai.requests.pooling import (
     EmbeddingRequest,
     RerankRequest,
@@ -200,9 +201,25 @@ ROUTES: Mapping[tuple[str, str], RouteText] = {
         errors=(400, 413, 429),
         example={"tokens": [1, 2, 3]},
     ),
-    ("GET", "/v1/models"): RouteText(summary="The served model, in a list", response=ModelList),
+    ("GET", "/v1/models"): RouteText(
+        summary="The served model and its adapters", response=ModelList
+    ),
     ("GET", "/v1/models/{model}"): RouteText(
-        summary="The served model by its name", response=ModelCard, errors=(404,)
+        summary="The served model, or an adapter, by its name", response=ModelCard, errors=(404,)
+    ),
+    ("POST", "/v1/load_lora_adapter"): RouteText(
+        summary="Serve an adapter from a folder of the server's machine",
+        request=LoadLora,
+        response="text/plain",
+        errors=(*_ASK, 403),
+        example={"lora_name": "sql", "lora_path": "/adapters/sql"},
+    ),
+    ("POST", "/v1/unload_lora_adapter"): RouteText(
+        summary="Serve an adapter no longer",
+        request=UnloadLora,
+        response="text/plain",
+        errors=(400, 403, 404),
+        example={"lora_name": "sql"},
     ),
     ("POST", "/v1/files"): RouteText(
         summary="Upload a file for a batch",

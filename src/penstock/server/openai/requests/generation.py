@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.errors import RequestError
 from penstock.server.openai.requests import structured
+from penstock.server.openai.requests.lora import LoraChoice
 from penstock.server.openai.requests.schema import (
     INT32_MAX,
     Count,
@@ -106,12 +107,14 @@ Truncation = Annotated[
 
 
 class GenerationFields(Strict):
-    NESTED: ClassVar[Mapping[str, type[Strict]]] = {"stream_options": StreamOptions}
+    NESTED: ClassVar[Mapping[str, type[Strict]]] = {
+        "stream_options": StreamOptions,
+        "lora_request": LoraChoice,
+    }
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "top_p_min": "top_p decay is not supported",
         "prompt_ignore_length": "penalties always see the whole prompt",
         "return_context_logits": "logits are not returned; ask for prompt_logprobs",
-        "lora_request": "adapters are not supported",
         "disaggregated_params": "disaggregated serving is not supported",
         "conversation_params": "server-side conversations are not supported",
         "thinking_token_budget": "a thinking budget is not supported",
@@ -179,7 +182,7 @@ class GenerationFields(Strict):
     top_p_min: float = 0.0
     prompt_ignore_length: int = 0
     return_context_logits: bool = False
-    lora_request: dict[str, Any] | None = None
+    lora_request: Annotated[LoraChoice, at_most("lora_request", MAX_OPTIONS)] | None = None
     disaggregated_params: dict[str, Any] | None = None
     conversation_params: dict[str, Any] | None = None
     thinking_token_budget: int | None = None

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from penstock.errors import RequestError
 from penstock.server.access_log import tell_access_log
+from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
@@ -41,7 +42,8 @@ async def create_response(request: Request) -> Response | FramedStream:
     pipeline = state.pipeline
     read = await read_body(request, partial(_read, known, pipeline.client.info.default_sampling))
     asked = read.asked
-    [given] = on_behalf(tenant_of(request), [read.given])
+    inputs = on_behalf(tenant_of(request), [read.given])
+    state, [given] = await with_adapter(state, inputs, asked.model)
     with told_as(NAMES):
         if asked.truncation == "auto":
             given = await fitting(pipeline, given)

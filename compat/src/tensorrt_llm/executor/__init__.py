@@ -1,0 +1,5 @@
+"""The names of `tensorrt_llm.executor` that have a counterpart."""
+
+from penstock import LoRARequest
+
+__all__ = ["LoRARequest"]

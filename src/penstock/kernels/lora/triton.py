@@ -1,0 +1,297 @@
+"""Low-rank adapters on a GPU: two launches, shrink (x times A) and expand (that times B, onto y).
+
+Slots and ranks are read on the device and launch shapes follow from the number of tokens alone, so
+a CUDA graph serves any mix of adapters. Single tokens are GEMVs as fast as their matrices can be
+read, which a few of one adapter share; tokens of prompts, which come in runs of one adapter, are
+tiles on tensor cores.
+
+Legend: T tokens, I inputs, O outputs, S slots, P parts of the outputs, R largest rank, K splits
+of the inputs, G tokens of a group.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.kernels.lora.reference import lora, lora_groups
+from penstock.kernels.op import arch
+from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton_dtypes import TRITON_DTYPES
+from penstock.kernels.triton_math import dot
+
+_MAX_PARTS = 4
+_ROWS = 8  # of A in a program of single tokens
+_SPLIT = 2048  # inputs of such a program
+_BLOCK_O = 512  # outputs of a program of single tokens
+_RANKS = 16  # rows of B read at once
+_TILE_T, _TILE_I, _TILE_O = 64, 128, 128
+
+# Where prompts begin among the slots of a step is not aligned: one kernel for any place.
+_jit = functools.partial(
+    triton.jit, do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"]
+)
+
+
+@triton.jit
+def _part_of(block, n0, n1, n2, n3, BLOCK: tl.constexpr):
+    """(part, first output of the layer, outputs) of a block; no block lies in two parts."""
+    f1 = tl.cdiv(n0, BLOCK)
+    f2 = f1 + tl.cdiv(n1, BLOCK)
+    f3 = f2 + tl.cdiv(n2, BLOCK)
+    part = (block >= f1).to(tl.int32) + (block >= f2).to(tl.int32) + (block >= f3).to(tl.int32)
+    size = tl.where(part == 0, n0, tl.where(part == 1, n1, tl.where(part == 2, n2, n3)))
+    first = tl.where(part == 0, 0, tl.where(part == 1, f1, tl.where(part == 2, f2, f3)))
+    begin = tl.where(
+        part == 0, 0, tl.where(part == 1, n0, tl.where(part == 2, n0 + n1, n0 + n1 + n2))
+    )
+    inside = (block - first) * BLOCK
+    return part, begin + inside, tl.minimum(size - inside, BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _groups(slots_ptr, groups_ptr, num_tokens, G: tl.constexpr, BLOCK: tl.constexpr):
+    """groups[n] as in `lora_groups`; one program per token."""
+    token = tl.program_id(0)
+    slot = tl.load(slots_ptr + token)
+    places = tl.arange(0, G)
+    group = tl.full((G,), -1, tl.int32)
+    if slot >= 0:
+        place = 0
+        for start in range(0, token, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            others = tl.load(slots_ptr + at, mask=at < token, other=-1)
+            place += tl.sum((others == slot).to(tl.int32), 0)
+        if place % G == 0:
+            num_found = 0
+            for start in range(token, num_tokens, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                others = tl.load(slots_ptr + at, mask=at < num_tokens, other=-1)
+                is_same = (others == slot).to(tl.int32)
+                numbers = num_found + tl.cumsum(is_same, 0) - 1
+                is_it = (is_same > 0)[None, :] & (numbers[None, :] == places[:, None])
+                group = tl.maximum(group, tl.max(tl.where(is_it, at[None, :], -1), 1))
+                num_found += tl.sum(is_same, 0)
+    tl.store(groups_ptr + token * G + places, group)
+
+
+@_jit()
+def _shrink(
+    x_ptr, a_ptr, ranks_ptr, slots_ptr, groups_ptr, v_ptr, stride_x, num_tokens,
+    IN: tl.constexpr, P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    G: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """v[k, t, p, r] = a[slot, p, r, inputs of k] . x[t, inputs of k]; one program per group, ROWS
+    rows of a part and split. Slots and groups are as old as the step and need no wait."""
+    first = tl.program_id(0)
+    part, first_row = tl.program_id(1) // (R // ROWS), tl.program_id(1) % (R // ROWS) * ROWS
+    split = tl.program_id(2)
+    let_next_start(PDL)
+    is_group = tl.load(groups_ptr + first * G) >= 0
+    slot = tl.load(slots_ptr + first, mask=is_group, other=0).to(tl.int64)
+    rank = tl.load(ranks_ptr + slot * P + part, mask=is_group, other=0)
+    if first_row >= rank:
+        wait_for_previous(PDL)
+        return
+    rows, inputs = first_row + tl.arange(0, ROWS), split * SPLIT + tl.arange(0, SPLIT)
+    is_input = inputs < IN
+    a_rows = a_ptr + ((slot * P + part) * R + rows[:, None]) * IN
+    mask = (rows < rank)[:, None] & is_input[None, :]
+    a = tl.load(a_rows + inputs[None, :], mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    for member in tl.static_range(G):
+        token = tl.load(groups_ptr + first * G + member).to(tl.int64)
+        if token >= 0:
+            x = tl.load(x_ptr + token * stride_x + inputs, mask=is_input, other=0.0)
+            v = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+            at = ((split.to(tl.int64) * num_tokens + token) * P + part) * R
+            tl.store(v_ptr + at + rows, v, mask=rows < rank)
+
+
+@_jit()
+def _expand(
+    v_ptr, b_ptr, ranks_ptr, slots_ptr, groups_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
+    OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_O: tl.constexpr, G: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[t, o] += sum over r and k of v[k, t, p, r] * b[slot, r, o]; one program per group and block
+    of outputs."""
+    first = tl.program_id(0)
+    part, begin, size = _part_of(tl.program_id(1), n0, n1, n2, n3, BLOCK_O)
+    let_next_start(PDL)
+    is_group = tl.load(groups_ptr + first * G) >= 0
+    slot = tl.load(slots_ptr + first, mask=is_group, other=0).to(tl.int64)
+    rank = tl.load(ranks_ptr + slot * P + part, mask=is_group, other=0)
+    if rank == 0:
+        wait_for_previous(PDL)
+        return
+    outputs = tl.arange(0, BLOCK_O)
+    is_output = outputs < size
+    rows, splits = tl.arange(0, RANKS), tl.arange(0, BLOCK_K)
+    b_ptr += slot * R * OUT + begin + outputs[None, :]
+    mask = (rows < rank)[:, None] & is_output[None, :]
+    b_first = tl.load(b_ptr + rows[:, None] * OUT, mask=mask, other=0.0)
+    is_split = (splits < K)[:, None]
+    wait_for_previous(PDL)
+    for member in tl.static_range(G):
+        token = tl.load(groups_ptr + first * G + member).to(tl.int64)
+        if token >= 0:
+            v_at = v_ptr + (splits[:, None].to(tl.int64) * num_tokens + token) * P * R + part * R
+            y_at = y_ptr + token * stride_y + begin + outputs
+            y = tl.load(y_at, mask=is_output, other=0.0).to(tl.float32)
+            v_mask = is_split & (rows < rank)[None, :]
+            v = tl.sum(tl.load(v_at + rows[None, :], mask=v_mask, other=0.0), 0)
+            y += tl.sum(b_first.to(tl.float32) * v[:, None], 0)
+            for row in range(RANKS, rank, RANKS):
+                more = row + tl.arange(0, RANKS)
+                mask = (more < rank)[:, None] & is_output[None, :]
+                b = tl.load(b_ptr + more[:, None] * OUT, mask=mask, other=0.0)
+                v_mask = is_split & (more < rank)[None, :]
+                v = tl.sum(tl.load(v_at + more[None, :], mask=v_mask, other=0.0), 0)
+                y += tl.sum(b.to(tl.float32) * v[:, None], 0)
+            tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_output)
+
+
+@_jit()
+def _shrink_tiles(
+    x_ptr, a_ptr, ranks_ptr, slots_ptr, v_ptr, stride_x, num_tokens,
+    IN: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_I: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """v[t, p, r] = a[slot, p, r] . x[t]; one program per block of tokens and part, slot by slot of
+    those that its tokens have."""
+    tokens, part = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1)
+    is_token = tokens < num_tokens
+    let_next_start(PDL)
+    slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1)
+    wait_for_previous(PDL)
+    rows, inputs = tl.arange(0, R), tl.arange(0, BLOCK_I)
+    x_rows = x_ptr + tokens[:, None].to(tl.int64) * stride_x
+    left = slots
+    slot = tl.max(left, 0)
+    while slot >= 0:
+        is_own = slots == slot
+        rank = tl.load(ranks_ptr + slot * P + part)
+        if rank > 0:
+            a_rows = a_ptr + ((slot.to(tl.int64) * P + part) * R + rows[None, :]) * IN
+            v = tl.zeros((BLOCK_T, R), tl.float32)
+            for start in range(0, IN, BLOCK_I):
+                at = start + inputs
+                x_mask = is_own[:, None] & (at < IN)[None, :]
+                x = tl.load(x_rows + at[None, :], mask=x_mask, other=0.0)
+                a_mask = (rows < rank)[None, :] & (at < IN)[:, None]
+                a = tl.load(a_rows + at[:, None], mask=a_mask, other=0.0)
+                v = dot(x, a, v, ON_GPU)
+            v_at = v_ptr + (tokens[:, None].to(tl.int64) * P + part) * R + rows[None, :]
+            tl.store(v_at, v.to(v_ptr.dtype.element_ty), mask=is_own[:, None])
+        left = tl.where(is_own, -1, left)
+        slot = tl.max(left, 0)
+
+
+@_jit()
+def _expand_tiles(
+    v_ptr, b_ptr, ranks_ptr, slots_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
+    OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr, GEMM_DTYPE: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y[t, o] += v[t, p] . b[slot, :, o]; one program per block of tokens and block of outputs,
+    slot by slot of those that its tokens have."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    part, begin, size = _part_of(tl.program_id(1), n0, n1, n2, n3, BLOCK_O)
+    is_token = tokens < num_tokens
+    let_next_start(PDL)
+    slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1)
+    wait_for_previous(PDL)
+    outputs, rows = tl.arange(0, BLOCK_O), tl.arange(0, R)
+    is_output = outputs < size
+    v_at = v_ptr + (tokens[:, None].to(tl.int64) * P + part) * R + rows[None, :]
+    delta = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    left = slots
+    slot = tl.max(left, 0)
+    while slot >= 0:
+        is_own = slots == slot
+        rank = tl.load(ranks_ptr + slot * P + part)
+        if rank > 0:
+            is_rank = rows < rank
+            v = tl.load(v_at, mask=is_own[:, None] & is_rank[None, :], other=0.0)
+            b_at = b_ptr + (slot.to(tl.int64) * R + rows[:, None]) * OUT + begin + outputs[None, :]
+            b = tl.load(b_at, mask=is_rank[:, None] & is_output[None, :], other=0.0)
+            delta = dot(v.to(GEMM_DTYPE), b, delta, ON_GPU)
+        left = tl.where(is_own, -1, left)
+        slot = tl.max(left, 0)
+    y_at = y_ptr + tokens[:, None].to(tl.int64) * stride_y + begin + outputs[None, :]
+    mask = (slots >= 0)[:, None] & is_output[None, :]
+    y = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_at, (y + delta).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def _groups_fit(slots, size):
+    return size & (size - 1) == 0
+
+
+@lora_groups.impl("triton", needs=arch(80), fits=_groups_fit)
+def lora_groups_triton(slots, size):
+    num_tokens = slots.shape[0]
+    groups = torch.empty(num_tokens, size, dtype=torch.int32, device=slots.device)
+    if num_tokens:
+        _groups[num_tokens,](slots, groups, num_tokens, G=size, BLOCK=64, num_warps=1)
+    return groups
+
+
+def _fits(x, y, a, b, ranks, slots, part_sizes, groups):
+    size = a.shape[2]
+    is_power = size & (size - 1) == 0
+    return len(part_sizes) <= _MAX_PARTS and is_power and 16 <= size <= 256
+
+
+@lora.impl("triton", needs=arch(80), fits=_fits)
+def lora_triton(x, y, a, b, ranks, slots, part_sizes, groups):
+    assert x.stride(1) == y.stride(1) == 1 and a.is_contiguous() and b.is_contiguous()
+    assert x.dtype == a.dtype == b.dtype, (x.dtype, a.dtype, b.dtype)
+    num_single = 0 if groups is None else groups.shape[0]
+    if num_single:
+        end = num_single
+        _singles(x[:end], y[:end], a, b, ranks, slots[:end], part_sizes, groups)
+    if num_single < x.shape[0]:
+        first = num_single
+        _tiles(x[first:], y[first:], a, b, ranks, slots[first:], part_sizes)
+
+
+def _sizes(part_sizes):
+    return (*part_sizes, *(0,) * (_MAX_PARTS - len(part_sizes)))
+
+
+def _singles(x, y, a, b, ranks, slots, part_sizes, groups):
+    num_tokens, (num_parts, size, in_size) = x.shape[0], a.shape[1:]
+    num_splits = triton.cdiv(in_size, _SPLIT)
+    v = torch.empty(num_splits, num_tokens, num_parts, size, dtype=torch.float32, device=x.device)
+    options = {"G": groups.shape[1], **launch_options(x)}
+    _shrink[num_tokens, num_parts * size // _ROWS, num_splits](
+        x, a, ranks, slots, groups, v, x.stride(0), num_tokens,
+        IN=in_size, P=num_parts, R=size, ROWS=_ROWS,
+        SPLIT=min(_SPLIT, triton.next_power_of_2(in_size)), num_warps=8, **options,
+    )  # fmt: skip
+    num_blocks = sum(triton.cdiv(width, _BLOCK_O) for width in part_sizes)
+    _expand[num_tokens, num_blocks](
+        v, b, ranks, slots, groups, y, y.stride(0), num_tokens, *_sizes(part_sizes),
+        OUT=b.shape[2], P=num_parts, R=size, K=num_splits,
+        BLOCK_K=triton.next_power_of_2(num_splits), RANKS=_RANKS, BLOCK_O=_BLOCK_O, **options,
+    )  # fmt: skip
+
+
+def _tiles(x, y, a, b, ranks, slots, part_sizes):
+    num_tokens, (num_parts, size, in_size) = x.shape[0], a.shape[1:]
+    v = torch.empty(num_tokens, num_parts, size, dtype=x.dtype, device=x.device)
+    num_blocks, options = triton.cdiv(num_tokens, _TILE_T), launch_options(x)
+    _shrink_tiles[num_blocks, num_parts](
+        x, a, ranks, slots, v, x.stride(0), num_tokens,
+        IN=in_size, P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_I=_TILE_I if size <= 64 else 64,
+        ON_GPU=x.is_cuda, **options,
+    )  # fmt: skip
+    num_outputs = sum(triton.cdiv(width, _TILE_O) for width in part_sizes)
+    _expand_tiles[num_blocks, num_outputs](
+        v, b, ranks, slots, y, y.stride(0), num_tokens, *_sizes(part_sizes),
+        OUT=b.shape[2], P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_O=_TILE_O,
+        GEMM_DTYPE=TRITON_DTYPES[x.dtype], ON_GPU=x.is_cuda, **options,
+    )  # fmt: skip

@@ -1,0 +1,31 @@
+"""Batch fields: what a feature keeps per row and hands to the layers with each step.
+
+`Rows` calls them and knows none of them by name.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.kernels.forward_batch import ForwardBatch
+from penstock.types.step import Int32s, RowJoin
+
+
+class BatchField(Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """That it holds on the device."""
+
+    def start(self) -> None:
+        """Once, before serving: what the settings ask for that may fail."""
+
+    def join(self, joins: Sequence[RowJoin]) -> None:
+        """Sequences take rows; whatever the rows held is gone. Before the step that they are in."""
+
+    def attach(self, batch: ForwardBatch, rows_T: Tensor, rows: Int32s | None) -> None:
+        """Write the field of a batch whose tokens have these rows. Nothing waits for the device.
+
+        `rows`: all of them, on the host. None: the host does not know them, the batch is captured
+        once and serves any.
+        """
