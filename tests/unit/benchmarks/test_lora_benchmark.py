@@ -4,6 +4,7 @@ that it writes."""
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 class StandIn:
     """An engine that says what it was asked, and has all adapters that it is given."""
 
-    asked: list = []
+    asked: ClassVar[list] = []
 
     def __init__(self, model, lora_config=None, **settings):
         self.names = [Path(one).name for one in (lora_config or {}).get("lora_dir", ())]
