@@ -55,6 +55,7 @@ def parts() -> list[Part]:
         Part("engine parity", script("engine_check.py", "parity")),
         Part("engine stress", script("engine_check.py", "stress")),
         Part("two ranks", script("tp_check.py")),
+        Part("adapters", script("lora_check.py")),
     ]
     if importlib.util.find_spec("pytest") is not None:
         found.append(Part("kernels", ("-m", "pytest", "-q", str(HERE / "test_kernels_gpu.py"))))
