@@ -221,7 +221,7 @@ def test_a_call_is_named_before_its_arguments_end():
     assert (piece.index, piece.id, piece.name, piece.arguments) == (0, "", "", '{"a": 1')
 
 
-BIG = 400_000
+BIG = 200_000
 HOSTILE = {
     "open tags": "<tool_call>" * (BIG // 11),
     "pairs of tags": "<tool_call></tool_call>" * (BIG // 23),

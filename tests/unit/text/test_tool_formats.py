@@ -372,7 +372,7 @@ def hostile(name: str):
         yield piece * (BIG // len(piece))
     for text, _ in GOOD[name]:
         yield text * (BIG // len(text))
-        for at in range(3, len(text), 5):
+        for at in range(3, len(text), 9):
             yield text[:at] + "x" * BIG
     yield " " * BIG
 
