@@ -4,12 +4,14 @@ kind of model and cache, whatever is right or wrong in the drafts."""
 import numpy as np
 import pytest
 import torch
+from graph_steps import Repeats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_engine import LocalEngine
 from tiny_models import make_checkpoint
 
 from penstock.ipc.messages import Submit
+from penstock.runtime.graphs import DecodeGraphs
 from penstock.types.request import FinishReason, Request, request_id
 from penstock.types.sampling import SamplingParams
 
@@ -136,6 +138,24 @@ def test_right_drafts_give_the_same_tokens_in_fewer_steps(drafting):
     assert accepted > 0.4 * len(REQUESTS) * NUM_TOKENS
     assert 0 < decodes < 0.6 * len(REQUESTS) * NUM_TOKENS
     assert counters.preemptions > 0, "the cache was to run out"
+
+
+def test_steps_with_drafts_replay_decode_graphs(overlapped):
+    """By a stand-in for a pool of graphs that runs anew what would be replayed."""
+    runner, scripted, ran = overlapped.runner, overlapped.scripted, []
+    graphs = DecodeGraphs(runner.decode_step(COMMON["max_seq_len"]), (2, 6, 12), True, runner._rows)
+    graphs.capture(Repeats())
+    replay = graphs.replay
+    graphs.replay = lambda rows, offsets=None: ran.append(offsets) or replay(rows, offsets)
+    scripted.spoil = lambda position: (position % (MAX_DRAFTS + 1), position % 3)
+    runner.use_graphs(graphs, None)
+    try:
+        assert overlapped.drafted(scripted) == overlapped.expected
+    finally:
+        runner._graphs = None
+    assert any(offsets is None for offsets in ran)
+    has_states = not all(runner._rows._is_paged)
+    assert any(offsets is not None for offsets in ran) == (not has_states)
 
 
 def test_drafts_of_ngrams_give_the_same_tokens(synchronous):

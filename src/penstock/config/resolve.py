@@ -67,8 +67,10 @@ def resolve(
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
     ep_size = choices.add("ep_size", _ep_size(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
+    drafting = _drafting(config)
     graph_batch_sizes = choices.add(
-        "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
+        "graph_batch_sizes",
+        _graph_sizes(config, kind, backend, max_batch_size, max_num_tokens, drafting),
     )
     at_start, when_idle = _mixes(config, graph_batch_sizes, max_batch_size, max_num_tokens)
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
@@ -125,7 +127,7 @@ def resolve(
         else (),
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,
-        drafting=_drafting(config),
+        drafting=drafting,
         graph_mixes=at_start,
         graph_mixes_when_idle=when_idle,
         tokens_beside_decodes=choices.add(
@@ -482,7 +484,12 @@ def _seed(config: EngineConfig) -> Reasoned[int]:
 
 
 def _graph_sizes(
-    config: EngineConfig, kind: str, backend: str, max_batch_size: int
+    config: EngineConfig,
+    kind: str,
+    backend: str,
+    max_batch_size: int,
+    max_num_tokens: int,
+    drafting: NGramDrafting | None,
 ) -> Reasoned[tuple[int, ...]]:
     graphs = config.cuda_graph_config
     if graphs is None:
@@ -491,10 +498,18 @@ def _graph_sizes(
         return (), "graphs exist on GPUs only"
     if backend != "triton":
         return (), f"attention backend {backend} cannot be captured"
-    if graphs.batch_sizes:
-        return graphs.sizes(max_batch_size), "set by cuda_graph_config.batch_sizes"
+    sizes = graphs.sizes(max_batch_size)
     rule = "padded to the next size" if graphs.enable_padding else "no padding"
-    return graphs.sizes(max_batch_size), rule
+    if graphs.batch_sizes:
+        rule = "set by cuda_graph_config.batch_sizes"
+    if drafting is None:
+        return sizes, rule
+    # A drafted token takes a place of its own.
+    most = {size * (1 + drafting.max_drafts) for size in sizes}
+    drafted = {size for size in most if max(sizes) < size <= max_num_tokens}
+    if not graphs.enable_padding:
+        drafted = {size for size in most if size <= max_num_tokens}
+    return tuple(sorted({*sizes, *drafted})), f"{rule}; with room for drafted tokens"
 
 
 def _mixes(

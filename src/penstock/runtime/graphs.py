@@ -1,7 +1,8 @@
 """CUDA graphs: steps captured once per size and replayed with new inputs.
 
-`DecodeGraphs` have a size per number of sequences and take row numbers alone, `ChunkGraphs` one per
-number of tokens, for steps of a few prompts whose launches would take longer than the work.
+`DecodeGraphs` have a size per number of tokens, drafted ones included, and take row numbers alone
+(and how far a drafted token is behind its row's last one); `ChunkGraphs` have one per number of
+tokens, for steps of a few prompts whose launches would take longer than the work.
 `mixed_graphs.py` has those of any mix, in place of `ChunkGraphs`.
 """
 
@@ -23,14 +24,17 @@ from penstock.types.step import Int32s, StepPlan
 Outputs = tuple[Tensor, Tensor, Tensor]
 """logits_NV, kv_lens_N, rows_N as int64"""
 GraphStep = Callable[[Tensor], Outputs]
-"""From rows_N, or from a step of chunks as `Rows` packs it; builds everything on the device and
-waits for nothing."""
+"""From `decode_inputs`, or from a step of chunks as `Rows` packs it; builds everything on the device
+and waits for nothing."""
 CHUNK_ENTRIES = 4  # of a captured step of chunks; the last one is padding
 
 
 def decode_inputs(rows: Rows, size: int) -> Tensor:
-    """Of a step of padding alone, from which one is captured."""
-    return torch.full((size,), rows.padding_row, dtype=torch.int32, device=rows.device)
+    """Of a step of padding alone, from which one is captured: rows, and where graphs take drafts
+    behind them how far each token is from its row's last one."""
+    inputs = torch.zeros(size * rows.decode_width, dtype=torch.int32, device=rows.device)
+    inputs[:size] = rows.padding_row
+    return inputs
 
 
 def chunk_inputs(rows: Rows, size: int) -> Tensor:
@@ -103,23 +107,30 @@ class DecodeGraphs:
         self._step = step
         self._sizes = np.array(sorted(sizes), np.int64)
         self._may_pad = may_pad
-        self._padding_row = rows.padding_row
-        self._rows = decode_inputs(rows, max(sizes))
+        self._rows = rows
         self._captured: dict[int, Captured] = {}
 
     def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
-            self._captured[size] = pool.capture(self._step, self._rows[:size])
+            self._captured[size] = pool.capture(self._step, decode_inputs(self._rows, size))
 
     def fits(self, num_entries: int) -> bool:
         return self._padded(num_entries) is not None
 
-    def replay(self, rows: Int32s) -> Outputs:
+    @property
+    def takes_drafts(self) -> bool:
+        return self._rows.decode_width > 1
+
+    def replay(self, rows: Int32s, offsets: Int32s | None = None) -> Outputs:
+        """`offsets`: how far each token is behind its row's last one; None: not at all."""
         size = self._padded(len(rows))
         assert size is not None
-        padded = np.full(size, self._padding_row, np.int32)
-        padded[: len(rows)] = rows
-        logits_NV, kv_lens_N, rows_N = self._captured[size].replay(padded)
+        padded = np.zeros((self._rows.decode_width, size), np.int32)
+        padded[0] = self._rows.padding_row
+        padded[0, : len(rows)] = rows
+        if offsets is not None:
+            padded[1, : len(rows)] = offsets
+        logits_NV, kv_lens_N, rows_N = self._captured[size].replay(padded.reshape(-1))
         return logits_NV[: len(rows)], kv_lens_N[: len(rows)], rows_N[: len(rows)]
 
     def _padded(self, num_entries: int) -> int | None:

@@ -53,6 +53,14 @@ def _filled(array: Int32s, size: int, value: int) -> Int32s:
     return filled
 
 
+def fed_tokens(plan: StepPlan) -> tuple[Int32s, Int32s]:
+    """Of each token that decodes feed: its row, and how far it is behind the row's last token."""
+    fed = plan.num_tokens[: plan.num_decodes]
+    firsts = np.cumsum(fed) - fed
+    offsets = np.arange(int(fed.sum()), dtype=np.int32) - np.repeat(firsts, fed)
+    return np.repeat(plan.rows[: plan.num_decodes], fed), offsets.astype(np.int32)
+
+
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
     """One step, ready to run: the model's batch, and which tokens' hidden states become logits."""
@@ -92,6 +100,9 @@ class Rows:
             for is_paged in groups
         ]
         self._is_paged = tuple(groups)
+        # Numbers that a decode graph takes of each token. Recurrent layers look at host numbers
+        # where there are drafts, so that no graph can hold such a step.
+        self.decode_width = 2 if max_drafts and all(groups) else 1
         num_entries = max_rows * (1 + max_drafts) + 1
         self._arange_R1 = torch.arange(num_entries + 1, dtype=torch.int32, device=device)
         self._prefill_ids: dict[int, Int32s] = {}  # host: what each row must prefill
@@ -136,8 +147,7 @@ class Rows:
         num_decodes, counts = plan.num_decodes, plan.num_tokens
         fed, num_fed = counts[:num_decodes], int(counts[:num_decodes].sum())
         num_single, ends = int((fed == 1).sum()), np.cumsum(counts)
-        offsets = np.arange(num_fed, dtype=np.int32)
-        offsets -= np.repeat(ends[:num_decodes] - fed, fed).astype(np.int32)
+        _, offsets = fed_tokens(plan)
         by_token = replace(
             plan,
             rows=np.concatenate((np.repeat(plan.rows[:num_decodes], fed), plan.rows[num_decodes:])),
@@ -147,14 +157,13 @@ class Rows:
         )
         sampling = np.flatnonzero(plan.num_logit_rows)
         sampling_chunks = sampling[sampling >= num_decodes]
-        *tensors, offsets_N, starts_E1, logit_index_L, rows_L, rows_N = all_to_device(
+        *tensors, offsets_N, starts_E1, logit_index_L, rows_L = all_to_device(
             [
                 *self._host_arrays(by_token, by_token.num_entries, int(ends[-1])),
                 _filled(offsets, by_token.num_entries, 0),
                 np.append(0, ends),
                 np.append(np.arange(num_fed), ends[sampling_chunks] - 1),
                 np.append(by_token.rows[:num_fed], plan.rows[sampling_chunks]),
-                plan.rows[sampling],
             ],
             self.device,
         )
@@ -181,10 +190,15 @@ class Rows:
             kv_lens_L=batch.positions_T[logit_index].int() + 1,
             rows=np.append(by_token.rows[:num_fed], plan.rows[sampling_chunks]),
             logit_index_L=logit_index,
-            drafted=DraftedRows(
-                plan.num_logit_rows[sampling], self.drafts_RK[rows_N.long(), : int(fed.max()) - 1]
-            ),
+            drafted=self.drafted_rows(plan),
         )
+
+    def drafted_rows(self, plan: StepPlan) -> DraftedRows:
+        """What the step's entries that sample have been fed."""
+        sampling = np.flatnonzero(plan.num_logit_rows)
+        rows_N = to_device(plan.rows[sampling], self.device).long()
+        most = int(plan.num_tokens[: plan.num_decodes].max()) - 1
+        return DraftedRows(plan.num_logit_rows[sampling], self.drafts_RK[rows_N, :most])
 
     def pack_chunks(self, plan: StepPlan, num_entries: int, num_tokens: int) -> Int32s:
         """A step of prompt chunks alone, as `chunk_batch` reads it; both numbers with padding, of
@@ -300,13 +314,28 @@ class Rows:
             logit_index_L=None,
         )
 
-    def decode_batch(self, rows_N: Tensor, max_kv_len: int) -> ForwardBatch:
-        """One token of each row, built on the device; `rows_N` may hold padding rows."""
-        input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
-            rows_N, self.last_tokens_R, self.lengths_R, self.block_tables[0], self.block_size
-        )
+    def decode_batch(
+        self, rows_N: Tensor, max_kv_len: int, offsets_N: Tensor | None = None
+    ) -> ForwardBatch:
+        """One token of each row, built on the device; `rows_N` may hold padding rows.
+
+        `offsets_N`: how far each token is behind its row's last one, 0 or a draft's place; rows
+        grow by the one that is not drafted.
+        """
         rows = rows_N.long()
-        self.lengths_R.index_copy_(0, rows, kv_lens_N)
+        if offsets_N is None:
+            input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
+                rows_N, self.last_tokens_R, self.lengths_R, self.block_tables[0], self.block_size
+            )
+            grown = rows
+        else:
+            drafts_N = self.drafts_RK[rows, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
+            input_ids_N = torch.where(offsets_N > 0, drafts_N, self.last_tokens_R[rows])
+            positions_N = (self.lengths_R[rows] + offsets_N).long()
+            kv_lens_N = positions_N.int() + 1
+            slots_N = self._slots(0, rows, positions_N)
+            grown = torch.where(offsets_N > 0, self.padding_row, rows)
+        self.lengths_R.index_copy_(0, grown, kv_lens_N)
         self.lengths_R[self.padding_row :].zero_()
         num_entries = rows_N.shape[0]
         return self._with_groups(

@@ -22,7 +22,7 @@ from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.drafter import Drafter
 from penstock.runtime.graphs import CHUNK_ENTRIES, DecodeGraphs, GraphStep, Outputs, PromptGraphs
-from penstock.runtime.input_batch import Rows, StepInputs
+from penstock.runtime.input_batch import Rows, StepInputs, fed_tokens
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
 from penstock.runtime.step_layout import StepShape
@@ -194,6 +194,15 @@ class ModelRunner:
         return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH)
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
+        graphs, is_decode = self._graphs, plan.num_decodes == plan.num_entries
+        if graphs is not None and graphs.takes_drafts and is_decode:
+            rows, offsets = fed_tokens(plan)
+            if graphs.fits(len(rows)):
+                drafted = self._rows.drafted_rows(plan)
+                logits_LV, kv_lens_L, rows_L = graphs.replay(rows, offsets)
+                return _Forwarded(
+                    plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted
+                )
         inputs = self._rows.build_drafted(plan)
         if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
             return self._run(plan, inputs)
@@ -306,10 +315,12 @@ class ModelRunner:
 
     def decode_step(self, max_kv_len: int) -> GraphStep:
         """A step of decodes: everything from row numbers to logits."""
+        has_offsets = self._rows.decode_width > 1
 
         @torch.inference_mode()
-        def step(rows_N: Tensor) -> Outputs:
-            batch = self._rows.decode_batch(rows_N, max_kv_len)
+        def step(inputs: Tensor) -> Outputs:
+            rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
+            batch = self._rows.decode_batch(rows_N, max_kv_len, offsets_N)
             return self._model.logits(self._model(batch)), batch.kv_lens_N, rows_N.long()
 
         return step
