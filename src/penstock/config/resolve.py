@@ -9,8 +9,9 @@ import secrets
 from typing import TypeVar
 
 from penstock.config.graphs import MIXED_TOKENS, Mix
-from penstock.config.run import NGramDrafting, RunConfig
+from penstock.config.run import Drafting, MTPDrafting, NGramDrafting, RunConfig
 from penstock.config.schema import EngineConfig
+from penstock.config.speculative import DRAFT_LENS
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
@@ -67,14 +68,15 @@ def resolve(
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
     ep_size = choices.add("ep_size", _ep_size(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
-    drafting = _drafting(config)
+    drafting = _drafting(config, spec, choices)
+    cached_spec = spec.with_mtp_layer() if isinstance(drafting, MTPDrafting) else spec
     graph_batch_sizes = choices.add(
         "graph_batch_sizes",
         _graph_sizes(config, kind, backend, max_batch_size, max_num_tokens, drafting),
     )
     at_start, when_idle = _mixes(config, graph_batch_sizes, max_batch_size, max_num_tokens)
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
-    kv_block = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
+    kv_block = kv.tokens_per_block * _cache_bytes_per_token(cached_spec, kv_dtype, tp_size)
     kv_cpu_bytes = state_cpu_bytes = 0
     if kind == "cpu":
         kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, spec, device, kv_block))
@@ -465,16 +467,38 @@ def _depth(config: EngineConfig, kind: str) -> Reasoned[int]:
     return 2, "the next step is planned while the GPU runs this one"
 
 
-def _drafting(config: EngineConfig) -> NGramDrafting | None:
+def _drafting(config: EngineConfig, spec: ModelSpec, choices: "_Choices") -> Drafting | None:
     asked = config.speculative_config
     if asked is None:
         return None
+    kind, num_heads = asked.decoding_type, spec.num_nextn_predict_layers
+    if kind == "AUTO":
+        auto = ("MTP", "the model has an MTP head") if num_heads else ("NGram", "there is no head")
+        kind = choices.add("decoding_type", auto)
+    max_drafts = asked.max_draft_len or DRAFT_LENS[kind]
+    if kind == "MTP":
+        _check_head(config, num_heads)
+        return MTPDrafting(max_drafts=max_drafts, max_decodes=asked.max_concurrency)
     return NGramDrafting(
-        max_drafts=asked.max_draft_len,
+        max_drafts=max_drafts,
         max_size=asked.max_matching_ngram_size,
         use_oldest=asked.is_keep_all and asked.is_use_oldest,
         max_decodes=asked.max_concurrency,
     )
+
+
+def _check_head(config: EngineConfig, num_heads: int) -> None:
+    if not num_heads:
+        raise ConfigError(
+            "speculative_config.decoding_type is MTP, but the model has no MTP head "
+            "(num_nextn_predict_layers); set it to NGram, or leave speculative_config out"
+        )
+    graphs = config.cuda_graph_config
+    if graphs is not None and graphs.enable_mixed:
+        raise ConfigError(
+            "cuda_graph_config.enable_mixed cannot be combined with decoding_type MTP: such graphs "
+            "keep no hidden states; leave one of the two out"
+        )
 
 
 def _seed(config: EngineConfig) -> Reasoned[int]:
@@ -489,7 +513,7 @@ def _graph_sizes(
     backend: str,
     max_batch_size: int,
     max_num_tokens: int,
-    drafting: NGramDrafting | None,
+    drafting: Drafting | None,
 ) -> Reasoned[tuple[int, ...]]:
     graphs = config.cuda_graph_config
     if graphs is None:

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from penstock.types.setting_choice import SettingChoice
 
 
@@ -23,14 +25,23 @@ class QueuePolicy(StrEnum):
     FCFS = "fcfs"  # first come first served, priorities are not looked at
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NGramDrafting:
+class _Drafting(msgspec.Struct, frozen=True, kw_only=True, tag=True):  # crosses to other ranks
+    max_drafts: int
+    max_decodes: int | None = None  # of a step; with more nothing is drafted
+
+
+class NGramDrafting(_Drafting, frozen=True):
     """Drafts are what followed the last tokens when the sequence held them before."""
 
-    max_drafts: int
     max_size: int  # tokens that are compared
     use_oldest: bool  # of equally long matches
-    max_decodes: int | None = None  # of a step; with more nothing is drafted
+
+
+class MTPDrafting(_Drafting, frozen=True):
+    """Drafts come from the model's own MTP head, run as often as there are drafts."""
+
+
+Drafting = NGramDrafting | MTPDrafting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +88,7 @@ class RunConfig:
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
     ep_size: int = 1  # expert-parallel groups; the ranks of a group shard each expert
-    drafting: NGramDrafting | None = None  # None: one token a step and sequence
+    drafting: Drafting | None = None  # None: one token a step and sequence
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
     max_queued_tokens: int = 1 << 40  # of prompts, waiting or running
     choices: tuple[SettingChoice, ...] = ()

@@ -21,6 +21,7 @@ from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP, SquaredReluMLP
 from penstock.layers.moe import Experts, MoE, Router, experts_or_mlp
+from penstock.layers.mtp import MTPHead
 from penstock.layers.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec, first_of_each
@@ -135,6 +136,11 @@ class Decoder(nn.Module):
         # Rounded as the weights are: so the model was trained.
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
         self.logit_soft_cap = spec.logit_soft_cap
+        self.mtp: MTPHead | None = None
+        if build.has_mtp:
+            with_head = spec.with_mtp_layer()
+            rope = ropes[with_head.rope_of(spec.num_layers)]
+            self.mtp = MTPHead(spec, build, self.block(with_head, spec.num_layers, rope, build))
 
     def block(self, spec: ModelSpec, layer: int, rope: Rope, build: LayerContext) -> DecoderBlock:
         attention = self.attention(spec, layer, rope, build)
@@ -151,13 +157,15 @@ class Decoder(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of every token of the step, after the final norm."""
-        x_TD, residual_TD = self.embed(batch.input_ids_T), None
-        if self.embedding_scale != 1.0:
-            x_TD = x_TD * self.embedding_scale
+        x_TD, residual_TD = self.embedded(batch.input_ids_T), None
         for layer in self.layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, batch)
         x_TD, _ = self.norm(x_TD, residual_TD)
         return x_TD
+
+    def embedded(self, ids_T: Tensor) -> Tensor:
+        x_TD = self.embed(ids_T)
+        return x_TD if self.embedding_scale == 1.0 else x_TD * self.embedding_scale
 
     def logits(self, x_LD: Tensor) -> Tensor:
         """Logits of the whole vocabulary, in the model's dtype, on every rank."""

@@ -77,11 +77,13 @@ def build_model(
     cache_dtype: "torch.dtype | None" = None,
     experts: "ExpertsContext | None" = None,
     num_positions: int | None = None,
+    has_mtp: bool = False,
 ) -> "Decoder":
     """This rank's shard of the model, its parameters on `device` and not yet filled.
 
     Without `schemes` weights are stored as in the checkpoint; without `cache_dtype` the cache has
     the model's. `num_positions`: how long a sequence may become, if not as the model allows.
+    `has_mtp`: with its MTP head.
     """
     from penstock.layers.context import ExpertsContext, LayerContext
     from penstock.layers.linear import Linear
@@ -98,6 +100,7 @@ def build_model(
         attention=attention,
         experts=experts or ExpertsContext(),
         num_positions=num_positions,
+        has_mtp=has_mtp,
     )
     entry = next(one for one in _MODELS.values() if one.architecture == spec.architecture)
     module = importlib.import_module(f"penstock.models.{entry.file}")

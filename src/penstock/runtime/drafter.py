@@ -5,7 +5,7 @@ has not seen the tokens that it goes on from. What it proposes is checked; a bad
 and nothing else.
 """
 
-# N rows of a step, W most new tokens of a row, K most drafts
+# T tokens of a step, N rows that have new ones, W most of a row, K most drafts
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,33 +13,33 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.config.run import RunConfig
+from penstock.config.run import MTPDrafting, NGramDrafting, RunConfig
+from penstock.layers.decoder import Decoder
+from penstock.runtime.drafter_inputs import DraftStep
+from penstock.runtime.head_drafter import HeadDrafter
+from penstock.runtime.input_batch import Rows
 from penstock.runtime.ngram_drafter import NGramDrafter
 from penstock.types.step import RowJoin
 
 
 class Drafter(Protocol):
     max_drafts: int  # K
+    reads_hidden: bool  # it is told of every step, and what the model computed in it
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows held is gone."""
 
-    def draft(
-        self,
-        rows_N: Tensor,
-        indices_N: Tensor,
-        token_ids_NW: Tensor,
-        num_accepted_N: Tensor,
-        max_kv_len: int,
-    ) -> Tensor:
-        """int64 [N, K]: tokens to follow the new ones, negative where there are none.
-
-        Row i has gained the first `num_accepted_N[i]` of its tokens, from `indices_N[i]` on;
-        `max_kv_len` bounds where they end. Nothing waits for the device.
-        """
+    def draft(self, step: DraftStep) -> Tensor:
+        """int64 [N, K]: tokens to follow the new ones, negative where there are none. Nothing waits
+        for the device."""
 
 
-def make_drafter(config: RunConfig, device: torch.device) -> Drafter | None:
-    if config.drafting is None:
-        return None
-    return NGramDrafter(config.max_batch_size, config.max_seq_len, config.drafting, device)
+def make_drafter(
+    config: RunConfig, model: Decoder, rows: Rows, device: torch.device
+) -> Drafter | None:
+    match config.drafting:
+        case NGramDrafting() as drafting:
+            return NGramDrafter(config.max_batch_size, config.max_seq_len, drafting, device)
+        case MTPDrafting(max_drafts=max_drafts):
+            return HeadDrafter(model, rows, max_drafts)
+    return None

@@ -21,8 +21,8 @@ from penstock.kernels.transfer import to_device
 from penstock.runtime.input_batch import Rows, packed_size
 from penstock.types.step import Int32s, StepPlan
 
-Outputs = tuple[Tensor, Tensor, Tensor]
-"""logits_NV, kv_lens_N, rows_N as int64"""
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""logits_NV, kv_lens_N, rows_N as int64; hidden states of all tokens where a drafter reads them"""
 GraphStep = Callable[[Tensor], Outputs]
 """From `decode_inputs`, or from a step of chunks as `Rows` packs it; builds everything on the device
 and waits for nothing."""
@@ -66,8 +66,10 @@ class GraphPool:
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            logits_NV, kv_lens_N, rows_N = step(inputs)
-        return Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N))
+            logits_NV, kv_lens_N, rows_N, hidden_TD = step(inputs)
+        if hidden_TD is not None:
+            hidden_TD = _borrowed(hidden_TD)
+        return Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N, hidden_TD))
 
 
 class _Memory:
@@ -96,7 +98,8 @@ class Captured:
     outputs: Outputs
 
     def replay(self, inputs: Int32s) -> Outputs:
-        """The next replay, of any graph of the pool, overwrites the logits, in stream order."""
+        """The next replay, of any graph of the pool, overwrites the logits and hidden states, in
+        stream order."""
         self.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         self.graph.replay()
         return self.outputs
@@ -130,8 +133,12 @@ class DecodeGraphs:
         padded[0, : len(rows)] = rows
         if offsets is not None:
             padded[1, : len(rows)] = offsets
-        logits_NV, kv_lens_N, rows_N = self._captured[size].replay(padded.reshape(-1))
-        return logits_NV[: len(rows)], kv_lens_N[: len(rows)], rows_N[: len(rows)]
+        outputs = self._captured[size].replay(padded.reshape(-1))
+        logits_NV, kv_lens_N, rows_N, hidden_ND = (
+            None if one is None else one[: len(rows)] for one in outputs
+        )
+        assert logits_NV is not None and kv_lens_N is not None and rows_N is not None
+        return logits_NV, kv_lens_N, rows_N, hidden_ND
 
     def _padded(self, num_entries: int) -> int | None:
         at = int(np.searchsorted(self._sizes, num_entries))
@@ -173,5 +180,7 @@ class ChunkGraphs:
             picked: slice | Tensor = slice(len(sampling))
         else:
             picked = to_device(sampling, self._rows.device)
-        logits_NV, kv_lens_N, rows_N = outputs
-        return logits_NV[picked], kv_lens_N[picked], rows_N[picked]
+        logits_NV, kv_lens_N, rows_N, hidden_TD = outputs
+        if hidden_TD is not None:
+            hidden_TD = hidden_TD[: int(plan.num_tokens.sum())]
+        return logits_NV[picked], kv_lens_N[picked], rows_N[picked], hidden_TD

@@ -354,6 +354,48 @@ class Rows:
             ),
         )
 
+    def batch_at(
+        self, rows_N: Tensor, positions_N: Tensor, ends_N: Tensor | None, max_kv_len: int
+    ) -> ForwardBatch:
+        """One token of each row at these positions, for who runs beside the model: rows stay as
+        they are, and ids are the caller's. From `ends_N` on rows have no blocks: such a token is
+        written to the padding block, and stands for the last one before it."""
+        size = self.block_tables[0].shape[1] * self.block_size
+        at_N = positions_N if ends_N is None else torch.minimum(positions_N, ends_N - 1)
+        num_entries = rows_N.shape[0]
+        batch = self._with_groups(
+            rows_N,
+            ForwardBatch(
+                input_ids_T=torch.zeros_like(at_N),
+                positions_T=at_N,
+                slots_T=self._slots(0, rows_N, at_N),
+                rows_N=rows_N.int(),
+                query_starts_N1=self._arange_R1[: num_entries + 1],
+                kv_lens_N=at_N.int() + 1,
+                block_table_RM=self.block_tables[0],
+                num_decodes=num_entries,
+                max_query_len=1,
+                max_kv_len=min(max_kv_len, size),
+            ),
+        )
+        if ends_N is not None:
+            for own in (batch, *batch.others):
+                own.slots_T = torch.where(positions_N < ends_N, own.slots_T, 0)
+        return batch
+
+    def next_of_chunks(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """(token of the step, the prompt's next id), both int64, of each chunk that does not reach
+        the end of what its row must prefill; None: there is none."""
+        chunks = np.flatnonzero(plan.num_logit_rows == 0)
+        if not len(chunks):
+            return None
+        ends = plan.starts[chunks] + plan.num_tokens[chunks]
+        rows = plan.rows[chunks].tolist()
+        ids = [self._prefill_ids[row][end] for row, end in zip(rows, ends, strict=True)]
+        last = np.cumsum(plan.num_tokens)[chunks] - 1
+        last_C, ids_C = to_device(np.array((last, ids), np.int64), self.device)
+        return last_C, ids_C
+
     def _with_groups(self, rows_T: Tensor, batch: ForwardBatch) -> ForwardBatch:
         """The batch of group 0, and beside it that of every other group."""
         batch.others = tuple(

@@ -87,9 +87,9 @@ class MixedGraphs:
         shape = self._shape_of(plan)
         assert shape is not None, plan
         packed = shape.pack(plan, self._rows.padding_row, self._rows.prefill_ids)
-        logits_NV, kv_lens_N, rows_N = self._captured[shape].replay(packed)
+        logits_NV, kv_lens_N, rows_N, _ = self._captured[shape].replay(packed)
         num_logits = int((plan.num_logit_rows > 0).sum())
-        return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits]
+        return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits], None
 
     def _shape_of(self, plan: StepPlan) -> StepShape | None:
         return next((shape for shape in self._captured if shape.holds(plan)), None)

@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 
-from penstock.config.run import RunConfig
+from penstock.config.run import MTPDrafting, RunConfig
 from penstock.errors import ConfigError
 from penstock.kernels import native, triton_cache
 from penstock.kernels.attention.backend import get_backend
@@ -83,7 +83,16 @@ def _empty_model(
     )
     backend, cache_dtype = get_backend(config.attention_backend), getattr(torch, config.kv_dtype)
     return build_model(
-        spec, mesh, dtype, device, backend, schemes, cache_dtype, experts, max_row_tokens(config)
+        spec,
+        mesh,
+        dtype,
+        device,
+        backend,
+        schemes,
+        cache_dtype,
+        experts,
+        max_row_tokens(config),
+        has_mtp=isinstance(config.drafting, MTPDrafting),
     )
 
 

@@ -15,11 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.transfer import start_copy_to_host
 from penstock.layers.decoder import Decoder
 from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
+from penstock.runtime.drafter_inputs import DraftStep, FedTokens
 from penstock.runtime.drafter import Drafter
 from penstock.runtime.graphs import CHUNK_ENTRIES, DecodeGraphs, GraphStep, Outputs, PromptGraphs
 from penstock.runtime.input_batch import Rows, StepInputs, fed_tokens
@@ -44,6 +46,14 @@ class _Forwarded:
     scores: PromptScores | None
     ran_as: RanAs
     drafted: DraftedRows | None = None
+    fed: "_Fed | None" = None  # for a drafter that reads hidden states
+
+
+@dataclass(slots=True)
+class _Fed:
+    batch: ForwardBatch
+    hidden_TD: Tensor
+    logit_index_L: Tensor | None
 
 
 class DeviceStep:
@@ -127,6 +137,7 @@ class ModelRunner:
         self._model = model
         self._cache_layers = model.cache_layers()
         self._drafter = drafter
+        self._reads_hidden = drafter is not None and drafter.reads_hidden
         self._rows = rows
         self._kv = kv
         self._sampler = sampler
@@ -150,6 +161,8 @@ class ModelRunner:
         self.when_idle = when_idle
 
     def use_cpu_graphs(self, max_kv_len: int) -> None:
+        if self._reads_hidden:  # they give logits alone
+            return
         self._cpu_graphs = DecodeCpuGraphs(
             lambda batch: self._model.logits(self._model(batch)), max_kv_len
         )
@@ -178,8 +191,7 @@ class ModelRunner:
         elif plan.num_decodes < plan.num_entries:
             forwarded = self._chunks(plan)
         elif self._graphs is not None and self._graphs.fits(plan.num_entries):
-            logits_LV, kv_lens_L, rows_L = self._graphs.replay(plan.rows)
-            forwarded = _Forwarded(plan, logits_LV, rows_L, kv_lens_L, plan.rows, None, RanAs.GRAPH)
+            forwarded = self._replayed(plan, plan.rows, self._graphs.replay(plan.rows))
         else:
             longest = int(plan.max_kv_lens.max())
             forwarded = self._decode(plan, self._rows.build_decode(plan.rows, longest))
@@ -189,9 +201,26 @@ class ModelRunner:
         graphs = self._prompt_graphs
         if graphs is None or not graphs.fits(plan) or self._scorer.is_asked(plan):
             return self._run(plan, self._rows.build(plan))
-        logits_LV, kv_lens_L, rows_L = graphs.replay(plan)
-        rows = plan.rows[plan.num_logit_rows > 0]
-        return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH)
+        logits_LV, kv_lens_L, rows_L, hidden_TD = graphs.replay(plan)
+        rows, fed = plan.rows[plan.num_logit_rows > 0], None
+        if hidden_TD is not None:  # rows are as long as their prompts say, once more
+            inputs = self._rows.build(plan)
+            fed = _Fed(inputs.batch, hidden_TD, inputs.logit_index_L)
+        return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, fed=fed)
+
+    def _replayed(
+        self, plan: StepPlan, rows: Int32s, outputs: Outputs, drafted: DraftedRows | None = None
+    ) -> _Forwarded:
+        """A step of decodes."""
+        logits_LV, kv_lens_L, rows_L, hidden_TD = outputs
+        fed = None
+        if hidden_TD is not None:
+            longest = int(plan.max_kv_lens.max())
+            batch = self._rows.batch_at(rows_L, kv_lens_L.long() - 1, None, longest)
+            fed = _Fed(batch, hidden_TD, None)
+        return _Forwarded(
+            plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed
+        )
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
         graphs, is_decode = self._graphs, plan.num_decodes == plan.num_entries
@@ -199,10 +228,7 @@ class ModelRunner:
             rows, offsets = fed_tokens(plan)
             if graphs.fits(len(rows)):
                 drafted = self._rows.drafted_rows(plan)
-                logits_LV, kv_lens_L, rows_L = graphs.replay(rows, offsets)
-                return _Forwarded(
-                    plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted
-                )
+                return self._replayed(plan, rows, graphs.replay(rows, offsets), drafted)
         inputs = self._rows.build_drafted(plan)
         if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
             return self._run(plan, inputs)
@@ -225,6 +251,7 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
         hidden_TD = self._model(inputs.batch)
+        fed = _Fed(inputs.batch, hidden_TD, inputs.logit_index_L) if self._reads_hidden else None
         scores = self._scorer.score(plan, hidden_TD)
         if inputs.logit_index_L is not None:
             hidden_TD = hidden_TD[inputs.logit_index_L]
@@ -238,6 +265,7 @@ class ModelRunner:
             scores,
             RanAs.EAGER,
             inputs.drafted,
+            fed,
         )
 
     @torch.inference_mode()
@@ -257,6 +285,8 @@ class ModelRunner:
                 self._rows.accept(step.rows_L, token_ids_L)
             else:
                 num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
+        elif self._drafter is not None and self._reads_hidden:
+            self._drafter.draft(self._drafter_inputs(step, step.rows_L, step.kv_lens_L, drawn_2L[0]))
         return DeviceStep(
             step.plan, drawn_2L, logprobs, step.scores, step.ran_as, num_accepted_N, drafts_NK
         )
@@ -278,14 +308,47 @@ class ModelRunner:
         if self._drafter is None:
             return accepted.num_accepted_N, None
         drafts_NK = self._drafter.draft(
-            rows_N,
-            indices_N,
-            accepted.token_ids_NW,
-            accepted.num_accepted_N,
-            int(step.plan.max_kv_lens.max()),
+            self._drafter_inputs(step, rows_N, indices_N, token_ids_L, accepted)
         )
         self._rows.drafts_RK.index_copy_(0, rows_N, drafts_NK)
         return accepted.num_accepted_N, drafts_NK
+
+    def _drafter_inputs(
+        self,
+        step: _Forwarded,
+        rows_N: Tensor,
+        indices_N: Tensor,
+        token_ids_L: Tensor,
+        accepted: Accepted | None = None,
+    ) -> DraftStep:
+        if accepted is None:
+            accepted = Accepted(token_ids_L[:, None], torch.ones_like(token_ids_L))
+        fed = None
+        if step.fed is not None:
+            batch, index_L = step.fed.batch, step.fed.logit_index_L
+            if index_L is None:
+                next_ids_T, index_L = token_ids_L, torch.arange(len(token_ids_L), device=rows_N.device)
+            else:
+                next_ids_T = batch.input_ids_T.roll(-1)
+                next_ids_T[index_L] = token_ids_L
+                if (ends := self._rows.next_of_chunks(step.plan)) is not None:
+                    last_C, ids_C = ends
+                    next_ids_T[last_C] = ids_C
+            first_N = index_L if step.drafted is None else index_L[step.drafted.firsts()]
+            fed = FedTokens(
+                batch=batch,
+                hidden_TD=step.fed.hidden_TD,
+                next_ids_T=next_ids_T,
+                last_N=first_N + accepted.num_accepted_N - 1,
+            )
+        return DraftStep(
+            rows_N=rows_N,
+            indices_N=indices_N,
+            token_ids_NW=accepted.token_ids_NW,
+            num_accepted_N=accepted.num_accepted_N,
+            max_kv_lens=step.plan.max_kv_lens[step.plan.num_logit_rows > 0],
+            fed=fed,
+        )
 
     def chunk_step(self, max_kv_len: int) -> GraphStep:
         """A step of prompt chunks: everything from packed numbers to logits of all entries."""
@@ -295,8 +358,10 @@ class ModelRunner:
             batch = self._rows.chunk_batch(packed, CHUNK_ENTRIES, max_kv_len)
             # Of an entry without tokens the first one's: nobody looks at the result.
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)
-            logits_NV = self._model.logits(self._model(batch)[last_N])
-            return logits_NV, batch.kv_lens_N, batch.rows_N.long()
+            hidden_TD = self._model(batch)
+            logits_NV = self._model.logits(hidden_TD[last_N])
+            rows_N = batch.rows_N.long()
+            return logits_NV, batch.kv_lens_N, rows_N, hidden_TD if self._reads_hidden else None
 
         return step
 
@@ -309,7 +374,8 @@ class ModelRunner:
             batch, entries_N = self._rows.padded_batch(packed, shape, max_kv_len)
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)[entries_N]
             logits_NV = self._model.logits(self._model(batch)[last_N])
-            return logits_NV, batch.kv_lens_N[entries_N], batch.rows_N.long()[entries_N]
+            rows_N = batch.rows_N.long()
+            return logits_NV, batch.kv_lens_N[entries_N], rows_N[entries_N], None
 
         return step
 
@@ -321,6 +387,10 @@ class ModelRunner:
         def step(inputs: Tensor) -> Outputs:
             rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
             batch = self._rows.decode_batch(rows_N, max_kv_len, offsets_N)
-            return self._model.logits(self._model(batch)), batch.kv_lens_N, rows_N.long()
+            hidden_ND = self._model(batch)
+            logits_NV, kept_ND = self._model.logits(hidden_ND), None
+            if self._reads_hidden:
+                kept_ND = hidden_ND
+            return logits_NV, batch.kv_lens_N, rows_N.long(), kept_ND
 
         return step

@@ -15,10 +15,13 @@ from torch import Tensor
 from penstock.config.run import NGramDrafting
 from penstock.kernels.ngram import ngram_drafts
 from penstock.kernels.transfer import to_device
+from penstock.runtime.drafter_inputs import DraftStep
 from penstock.types.step import RowJoin
 
 
 class NGramDrafter:
+    reads_hidden = False
+
     def __init__(
         self, max_rows: int, max_seq_len: int, drafting: NGramDrafting, device: torch.device
     ) -> None:
@@ -35,22 +38,15 @@ class NGramDrafter:
                 to_device(token_ids, self._history_RT.device), non_blocking=True
             )
 
-    def draft(
-        self,
-        rows_N: Tensor,
-        indices_N: Tensor,
-        token_ids_NW: Tensor,
-        num_accepted_N: Tensor,
-        max_kv_len: int,
-    ) -> Tensor:
-        width = token_ids_NW.shape[1]
-        at_NW = indices_N.long()[:, None] + torch.arange(width, device=rows_N.device)
-        self._history_RT[rows_N.long()[:, None], at_NW] = token_ids_NW.int()
+    def draft(self, step: DraftStep) -> Tensor:
+        width, device = step.token_ids_NW.shape[1], step.rows_N.device
+        at_NW = step.indices_N.long()[:, None] + torch.arange(width, device=device)
+        self._history_RT[step.rows_N.long()[:, None], at_NW] = step.token_ids_NW.int()
         return ngram_drafts(
             self._history_RT,
-            rows_N,
-            indices_N + num_accepted_N,
-            max_kv_len + 1,  # with the newest token, whose cache is not written
+            step.rows_N,
+            step.indices_N + step.num_accepted_N,
+            step.max_kv_len + 1,  # with the newest token, whose cache is not written
             self._drafting.max_size,
             self.max_drafts,
             self._drafting.use_oldest,

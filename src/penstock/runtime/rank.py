@@ -111,9 +111,8 @@ def wire_runner(
     max_blocks = -(-max_row_tokens(config) // config.tokens_per_block)
     block_size = config.tokens_per_block
     paged = [not group.has_states for group in groups]
-    drafter = make_drafter(config, device)
-    max_drafts = drafter.max_drafts if drafter is not None else 0
-    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged, max_drafts)
+    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged, config.max_drafts)
+    drafter = make_drafter(config, model, rows, device)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed)
     return ModelRunner(model, rows, kv, sampler, mesh, drafter), rows

@@ -1,0 +1,37 @@
+"""What a step fed and drew, as a `Drafter` sees it."""
+
+# T tokens of a step, N rows that have new ones, W most of a row, D hidden size
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels.forward_batch import ForwardBatch
+from penstock.types.step import Int32s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedTokens:
+    """The step's tokens, those that were drafted and did not count included."""
+
+    batch: ForwardBatch
+    hidden_TD: Tensor  # after the final norm
+    next_ids_T: Tensor  # int64: what follows each of them, by what was drawn or by the prompt
+    last_N: Tensor  # int64: of each row the last one that counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStep:
+    """Row i has gained the first `num_accepted_N[i]` of its tokens, from `indices_N[i]` on."""
+
+    rows_N: Tensor  # int64
+    indices_N: Tensor
+    token_ids_NW: Tensor
+    num_accepted_N: Tensor
+    max_kv_lens: Int32s  # host, of each row: it has blocks for so many tokens
+    fed: FedTokens | None  # for drafters that read hidden states
+
+    @property
+    def max_kv_len(self) -> int:
+        """Bounds what is in the cache; the newest token is not."""
+        return int(self.max_kv_lens.max(initial=0))
