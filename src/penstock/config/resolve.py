@@ -471,10 +471,10 @@ def _drafting(config: EngineConfig, spec: ModelSpec, choices: "_Choices") -> Dra
     asked = config.speculative_config
     if asked is None:
         return None
-    kind, num_heads = asked.decoding_type, spec.num_nextn_predict_layers
+    kind, num_heads = str(asked.decoding_type), spec.num_nextn_predict_layers
     if kind == "AUTO":
-        auto = ("MTP", "the model has an MTP head") if num_heads else ("NGram", "there is no head")
-        kind = choices.add("decoding_type", auto)
+        kind, why = ("MTP", "the model has an MTP head") if num_heads else ("NGram", "it has none")
+        choices.add("decoding_type", (kind, why))
     max_drafts = asked.max_draft_len or DRAFT_LENS[kind]
     if kind == "MTP":
         _check_head(config, num_heads)

@@ -21,8 +21,8 @@ class SpeculativeConfig(StrictModel):
     )
     max_draft_len: int | None = setting(
         None,
-        "Most tokens that are drafted for a step of a sequence; num_nextn_predict_layers is another "
-        "name for it. null: 4 with NGram, 1 with MTP.",
+        "Most tokens that are drafted for a step of a sequence; also called "
+        "num_nextn_predict_layers. null: 4 with NGram, 1 with MTP.",
         status="beta",
         ge=1,
         le=32,

@@ -35,7 +35,7 @@ class Ruling:
 class Kind:
     """What a section is about, by a field of it; an alias is another name for one of the values."""
 
-    field: str
+    name: str  # of the field
     values: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -46,14 +46,14 @@ class Kind:
 
     def value(self, path: str, section: Mapping[str, object]) -> str:
         """However it is spelled."""
-        given = section.get(self.field)
+        given = section.get(self.name)
         if not isinstance(given, str):
-            raise ConfigError(f"{path} needs a {self.field}; there are {self.described}")
+            raise ConfigError(f"{path} needs a {self.name}; there are {self.described}")
         known = {_plain(value): value for value in self.values}
         known |= {alias: known[_plain(value)] for alias, value in self.aliases.items()}
         if (value := known.get(_plain(given))) is None:
             raise ConfigError(
-                f"{path}.{self.field} is {given!r}, which is not there; there are {self.described}"
+                f"{path}.{self.name} is {given!r}, which is not there; there are {self.described}"
             )
         return value
 
@@ -463,7 +463,7 @@ def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
         elif ruling.verdict is Verdict.SUPPORTED:
             if path in _SECTIONS and isinstance(value, Mapping):
                 if ruling.kind is not None:
-                    value = {**value, ruling.kind.field: ruling.kind.value(path, value)}
+                    value = {**value, ruling.kind.name: ruling.kind.value(path, value)}
                 kept[name], lines = translate(value, path + ".")
                 warnings += lines
             elif isinstance(value, str) and value in ruling.dropped:

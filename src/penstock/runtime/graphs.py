@@ -24,8 +24,8 @@ from penstock.types.step import Int32s, StepPlan
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """logits_NV, kv_lens_N, rows_N as int64; hidden states of all tokens where a drafter reads them"""
 GraphStep = Callable[[Tensor], Outputs]
-"""From `decode_inputs`, or from a step of chunks as `Rows` packs it; builds everything on the device
-and waits for nothing."""
+"""From `decode_inputs`, or from a step of chunks as `Rows` packs it; builds everything on the
+device and waits for nothing."""
 CHUNK_ENTRIES = 4  # of a captured step of chunks; the last one is padding
 
 

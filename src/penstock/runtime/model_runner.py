@@ -21,8 +21,8 @@ from penstock.layers.decoder import Decoder
 from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
-from penstock.runtime.drafter_inputs import DraftStep, FedTokens
 from penstock.runtime.drafter import Drafter
+from penstock.runtime.drafter_inputs import DraftStep, FedTokens
 from penstock.runtime.graphs import CHUNK_ENTRIES, DecodeGraphs, GraphStep, Outputs, PromptGraphs
 from penstock.runtime.input_batch import Rows, StepInputs, fed_tokens
 from penstock.runtime.kv_tensors import KVTensors
@@ -218,9 +218,7 @@ class ModelRunner:
             longest = int(plan.max_kv_lens.max())
             batch = self._rows.batch_at(rows_L, kv_lens_L.long() - 1, None, longest)
             fed = _Fed(batch, hidden_TD, None)
-        return _Forwarded(
-            plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed
-        )
+        return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed)
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
         graphs, is_decode = self._graphs, plan.num_decodes == plan.num_entries
@@ -286,7 +284,9 @@ class ModelRunner:
             else:
                 num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
         elif self._drafter is not None and self._reads_hidden:
-            self._drafter.draft(self._drafter_inputs(step, step.rows_L, step.kv_lens_L, drawn_2L[0]))
+            self._drafter.draft(
+                self._drafter_inputs(step, step.rows_L, step.kv_lens_L, drawn_2L[0])
+            )
         return DeviceStep(
             step.plan, drawn_2L, logprobs, step.scores, step.ran_as, num_accepted_N, drafts_NK
         )
@@ -327,7 +327,10 @@ class ModelRunner:
         if step.fed is not None:
             batch, index_L = step.fed.batch, step.fed.logit_index_L
             if index_L is None:
-                next_ids_T, index_L = token_ids_L, torch.arange(len(token_ids_L), device=rows_N.device)
+                next_ids_T, index_L = (
+                    token_ids_L,
+                    torch.arange(len(token_ids_L), device=rows_N.device),
+                )
             else:
                 next_ids_T = batch.input_ids_T.roll(-1)
                 next_ids_T[index_L] = token_ids_L

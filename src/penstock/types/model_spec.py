@@ -212,7 +212,7 @@ class ModelSpec:
             self,
             num_layers=self.num_layers + 1,
             layer_windows=windows and (*windows, None),
-            moe=moe and replace(moe, layers=(*moe.layers, moe.layers[-1])),
+            moe=moe and replace(moe, layers=(*moe.layers, True)),
             delta=delta and replace(delta, layers=(*delta.layers, False)),
         )
 

@@ -1,0 +1,161 @@
+"""Drafts of a model's own MTP head: what transformers' layers say, behind every kind of step; and
+the same tokens with and without."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from graph_steps import Repeats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_engine import LocalEngine
+from mtp_models import HEADS, Reference, make_mtp_checkpoint
+
+from penstock.errors import ConfigError
+from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs
+
+MAX_DRAFTS = 3
+PROMPTS = [
+    [(7 * i + 5 * n) % 50 + 3 for i in range(length)] for n, length in enumerate((25, 19, 30))
+]
+SAMPLINGS = [{}, {"temperature": 0.9, "seed": 1}, {"repetition_penalty": 1.5}]
+NUM_TOKENS = 16
+# 8 blocks of 8 tokens: two sequences of 41 do not fit together, prompts come in chunks.
+TIGHT = {"max_tokens": 8 * 8, "tokens_per_block": 8, "host_cache_size": 1 << 22}
+REUSED = {"max_tokens": 256, "tokens_per_block": 8, "mamba_state_cache_interval": 8}
+COMMON = dict(
+    dtype="float32", device="cpu", max_seq_len=96, seed=1, max_batch_size=5, max_num_tokens=24,
+    scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"},
+)  # fmt: skip
+MTP = {"decoding_type": "MTP", "num_nextn_predict_layers": MAX_DRAFTS}
+
+
+class Watched:
+    """The head's drafts, with some put in their place: `script` says of a position how many tokens
+    are right, -1: as the head has it."""
+
+    reads_hidden, max_drafts = True, MAX_DRAFTS
+
+    def __init__(self, drafter) -> None:
+        self.drafter = drafter
+        self.of_request: dict[int, list[int]] = {}
+        self.rows: dict[int, int] = {}
+        self.first: list[tuple[int, int, int]] = []  # request, tokens before it, the head's first
+        self.script = lambda position: -1
+
+    def join(self, joins) -> None:
+        self.rows |= {join.row: join.request_id for join in joins}
+        self.drafter.join(joins)
+
+    def draft(self, step):
+        drafts_NK = self.drafter.draft(step)
+        ends_N = (step.indices_N + step.num_accepted_N).tolist()
+        for i, (row, end) in enumerate(zip(step.rows_N.tolist(), ends_N, strict=True)):
+            request = self.rows[row]
+            self.first.append((request, end, int(drafts_NK[i, 0])))
+            if (num_right := self.script(end)) >= 0:
+                right = self.of_request[request][end : end + MAX_DRAFTS]
+                spoiled = [t + (j >= num_right) for j, t in enumerate(right)]
+                drafts_NK[i] = torch.tensor([*spoiled, *[-1] * (MAX_DRAFTS - len(right))])
+        return drafts_NK
+
+
+class Drafting:
+    def __init__(self, folder: Path, arch: str) -> None:
+        self.reference = Reference(folder, arch)
+        cache = TIGHT | {"enable_block_reuse": False}  # a reused block's last key may be another's
+        settings = COMMON | {"kv_cache_config": cache, "disable_overlap_scheduler": False}
+        plain = LocalEngine(folder, **settings)
+        self.expected = [tokens for _, tokens in self.run(plain)]
+        self.engine = LocalEngine(folder, speculative_config=MTP, **settings)
+        self.runner = self.engine.loop._executor._runner
+        self.watched = self.runner._drafter = Watched(self.runner._drafter)
+
+    def run(self, engine) -> list[tuple[int, list[int]]]:
+        ids = [engine.submit(p, NUM_TOKENS, **s) for p, s in zip(PROMPTS, SAMPLINGS, strict=True)]
+        if engine is not getattr(self, "engine", None):
+            engine.run()
+            return [(rid, engine.tokens(rid)) for rid in ids]
+        texts = [p + e for p, e in zip(PROMPTS, self.expected, strict=True)]
+        self.watched.of_request = dict(zip(ids, texts, strict=True))
+        self.watched.first.clear()
+        engine.run()
+        return [(rid, engine.tokens(rid)) for rid in ids]
+
+    def check(self) -> None:
+        """Tokens are those without drafts, and the head's first drafts those of the reference."""
+        found = self.run(self.engine)
+        assert [tokens for _, tokens in found] == self.expected
+        logits = {r: self.reference.logits(text) for r, text in self.watched.of_request.items()}
+        num_seen = 0
+        for request, end, draft in self.watched.first:
+            if end <= len(logits[request]) + 1:
+                row = logits[request][end - 2]
+                assert row.max() - row[draft] < 1e-3, (request, end)
+                num_seen += 1
+        assert num_seen > NUM_TOKENS
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def drafting(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    make_mtp_checkpoint(folder, request.param, max_position_embeddings=256)
+    return Drafting(folder, request.param)
+
+
+def test_the_head_drafts_what_transformers_layers_say(drafting):
+    drafting.watched.script = lambda position: -1
+    drafting.check()
+    counters = drafting.engine.counters
+    assert counters.preemptions > 0 and counters.drafted_tokens > 3 * NUM_TOKENS
+
+
+@settings(max_examples=2, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_no_pattern_of_right_and_wrong_drafts_spoils_the_heads_cache(drafting, seed):
+    script = np.random.default_rng(seed).integers(0, MAX_DRAFTS + 1, COMMON["max_seq_len"] + 1)
+    before = drafting.engine.counters.accepted_tokens
+    drafting.watched.script = lambda position: int(script[position])
+    drafting.check()
+    assert drafting.engine.counters.accepted_tokens > before
+
+
+def test_steps_replay_graphs_and_the_head_reads_their_hidden_states(drafting):
+    """By a stand-in for a pool of graphs that runs anew what would be replayed."""
+    runner, ran = drafting.runner, []
+    decodes = DecodeGraphs(runner.decode_step(96), (2, 6, 12), True, runner._rows)
+    decodes.capture(Repeats())
+    prompts = None
+    if all(layer.captures_chunks for layer in runner._model.cache_layers()):
+        prompts = ChunkGraphs(runner.chunk_step(96), (8, 16, 24), runner._rows)
+        prompts.capture(Repeats())
+    for graphs in filter(None, (decodes, prompts)):
+        replay = graphs.replay
+        graphs.replay = lambda *args, replay=replay: ran.append(args) or replay(*args)
+    drafting.watched.script = lambda position: position % 4 - 1
+    runner.use_graphs(decodes, prompts)
+    try:
+        drafting.check()
+    finally:
+        runner._graphs = runner._prompt_graphs = None
+    assert len(ran) > 10
+
+
+def test_a_reused_prefix_changes_no_token(drafting):
+    drafting.watched.script = lambda position: -1
+    folder = drafting.engine.engine.config.model_path
+    plain, heads = (
+        LocalEngine(folder, speculative_config=asked, **COMMON, kv_cache_config=REUSED)
+        for asked in (None, MTP)
+    )
+    begun = [*PROMPTS[2][:24], 9, 9]
+    for prompt in (PROMPTS[2], begun, begun):
+        assert heads.generate([prompt], NUM_TOKENS) == plain.generate([prompt], NUM_TOKENS)
+    assert heads.counters.prefix_hit_tokens > 0
+
+
+def test_a_model_without_a_head_is_refused_by_name(drafting):
+    fields = {"decoding_type": "MTP"}
+    with pytest.raises(ConfigError, match="has no MTP head"):
+        LocalEngine("tiny", speculative_config=fields, device="cpu")
