@@ -59,11 +59,11 @@ class ScriptedDrafter:
         for join in joins:
             self.rows[join.row] = self.of_request[join.request_id]
 
-    def draft(self, rows_N, indices_N, token_ids_NW, num_accepted_N, max_kv_len):
-        drafts_NK = np.full((len(rows_N), MAX_DRAFTS), -1)
-        ends_N = (indices_N + num_accepted_N).tolist()
-        for i, (row, end) in enumerate(zip(rows_N.tolist(), ends_N, strict=True)):
-            assert end <= max_kv_len + 1
+    def draft(self, step):
+        drafts_NK = np.full((len(step.rows_N), MAX_DRAFTS), -1)
+        ends_N = (step.indices_N + step.num_accepted_N).tolist()
+        for i, (row, end) in enumerate(zip(step.rows_N.tolist(), ends_N, strict=True)):
+            assert end <= step.max_kv_len + 1
             count, num_right = self.spoil(end)
             following = self.rows[row][end : end + count]
             spoiled = [t + (j >= num_right) for j, t in enumerate(following)]

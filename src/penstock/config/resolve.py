@@ -9,13 +9,20 @@ import secrets
 from typing import TypeVar
 
 from penstock.config.graphs import MIXED_TOKENS, Mix
-from penstock.config.run import Drafting, MTPDrafting, NGramDrafting, RunConfig
+from penstock.config.run import (
+    Drafting,
+    EagleDrafting,
+    ModelDrafting,
+    MTPDrafting,
+    NGramDrafting,
+    RunConfig,
+)
 from penstock.config.schema import EngineConfig
 from penstock.config.speculative import DRAFT_LENS
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import ModelSpec, QuantSpec, W8A8Spec
+from penstock.types.model_spec import DraftModel, ModelSpec, QuantSpec, W8A8Spec
 from penstock.types.setting_choice import SettingChoice
 
 _HALVES = ("bfloat16", "float16")
@@ -51,8 +58,13 @@ class _Choices:
 
 
 def resolve(
-    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, model_path: str
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    model_path: str,
+    draft: DraftModel | None = None,
 ) -> RunConfig:
+    """`draft`: the checkpoint that speculative_config names, if it does."""
     choices = _Choices()
     kv = config.kv_cache_config
     kind = choices.add("device", _device(config, device))
@@ -68,7 +80,7 @@ def resolve(
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
     ep_size = choices.add("ep_size", _ep_size(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
-    drafting = _drafting(config, spec, choices)
+    drafting = _drafting(config, spec, choices, draft)
     cached_spec = spec.with_mtp_layer() if isinstance(drafting, MTPDrafting) else spec
     graph_batch_sizes = choices.add(
         "graph_batch_sizes",
@@ -76,7 +88,10 @@ def resolve(
     )
     at_start, when_idle = _mixes(config, graph_batch_sizes, max_batch_size, max_num_tokens)
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
-    kv_block = kv.tokens_per_block * _cache_bytes_per_token(cached_spec, kv_dtype, tp_size)
+    token_bytes = _cache_bytes_per_token(cached_spec, kv_dtype, tp_size)
+    if draft is not None:
+        token_bytes += _cache_bytes_per_token(draft.spec, kv_dtype, tp_size)
+    kv_block = kv.tokens_per_block * token_bytes
     kv_cpu_bytes = state_cpu_bytes = 0
     if kind == "cpu":
         kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, spec, device, kv_block))
@@ -467,7 +482,9 @@ def _depth(config: EngineConfig, kind: str) -> Reasoned[int]:
     return 2, "the next step is planned while the GPU runs this one"
 
 
-def _drafting(config: EngineConfig, spec: ModelSpec, choices: "_Choices") -> Drafting | None:
+def _drafting(
+    config: EngineConfig, spec: ModelSpec, choices: "_Choices", draft: DraftModel | None
+) -> Drafting | None:
     asked = config.speculative_config
     if asked is None:
         return None
@@ -476,9 +493,29 @@ def _drafting(config: EngineConfig, spec: ModelSpec, choices: "_Choices") -> Dra
         kind, why = ("MTP", "the model has an MTP head") if num_heads else ("NGram", "it has none")
         choices.add("decoding_type", (kind, why))
     max_drafts = asked.max_draft_len or DRAFT_LENS[kind]
+    if kind != "NGram":
+        _check_mixed(config, kind)
     if kind == "MTP":
-        _check_head(config, num_heads)
+        if not num_heads:
+            raise ConfigError(
+                "speculative_config.decoding_type is MTP, but the model has no MTP head "
+                "(num_nextn_predict_layers); set it to NGram, or leave speculative_config out"
+            )
         return MTPDrafting(max_drafts=max_drafts, max_decodes=asked.max_concurrency)
+    if kind in ("Draft_Target", "Eagle3"):
+        assert draft is not None, "given by the engine"
+        _check_draft_model(draft, spec)
+        most = {"max_drafts": max_drafts, "max_decodes": asked.max_concurrency}
+        if kind == "Draft_Target":
+            return ModelDrafting(model_path=draft.path, **most)
+        layers = tuple(asked.eagle3_layers_to_capture or _captured_layers(spec.num_layers))
+        if max(layers) >= spec.num_layers or draft.spec.hidden_size != spec.hidden_size:
+            raise ConfigError(
+                f"the Eagle3 head in '{draft.path}' was not made for this model: it reads layers "
+                f"{list(layers)} of hidden size {draft.spec.hidden_size}, the model has "
+                f"{spec.num_layers} of {spec.hidden_size}"
+            )
+        return EagleDrafting(model_path=draft.path, layers=layers, **most)
     return NGramDrafting(
         max_drafts=max_drafts,
         max_size=asked.max_matching_ngram_size,
@@ -487,18 +524,34 @@ def _drafting(config: EngineConfig, spec: ModelSpec, choices: "_Choices") -> Dra
     )
 
 
-def _check_head(config: EngineConfig, num_heads: int) -> None:
-    if not num_heads:
-        raise ConfigError(
-            "speculative_config.decoding_type is MTP, but the model has no MTP head "
-            "(num_nextn_predict_layers); set it to NGram, or leave speculative_config out"
-        )
+def _check_mixed(config: EngineConfig, kind: str) -> None:
     graphs = config.cuda_graph_config
     if graphs is not None and graphs.enable_mixed:
         raise ConfigError(
-            "cuda_graph_config.enable_mixed cannot be combined with decoding_type MTP: such graphs "
-            "keep no hidden states; leave one of the two out"
+            f"cuda_graph_config.enable_mixed cannot be combined with decoding_type {kind}: such "
+            "graphs keep no hidden states; leave one of the two out"
         )
+
+
+def _check_draft_model(draft: DraftModel, spec: ModelSpec) -> None:
+    """It shares the blocks of layers that keep every token."""
+    what = f"speculative_config.speculative_model '{draft.path}'"
+    if draft.spec.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"{what} has a vocabulary of {draft.spec.vocab_size} tokens, the model one of "
+            f"{spec.vocab_size}; a draft model needs the same"
+        )
+    if draft.spec.delta is not None or draft.spec.window or any(draft.spec.layer_windows):
+        raise ConfigError(
+            f"{what} has layers with windows or a recurrent state, which no draft model may have; "
+            "choose one that attends to all tokens"
+        )
+
+
+def _captured_layers(num_layers: int) -> tuple[int, ...]:
+    """Behind which layers Eagle3 heads are trained to read hidden states."""
+    layers = (1, num_layers // 2 - 1, num_layers - 4)
+    return tuple(min(max(layer, 0), num_layers - 1) for layer in layers)
 
 
 def _seed(config: EngineConfig) -> Reasoned[int]:

@@ -41,7 +41,20 @@ class MTPDrafting(_Drafting, frozen=True):
     """Drafts come from the model's own MTP head, run as often as there are drafts."""
 
 
-Drafting = NGramDrafting | MTPDrafting
+class ModelDrafting(_Drafting, frozen=True):
+    """Drafts come from a small model of the same vocabulary, with layers of cache of its own."""
+
+    model_path: str
+
+
+class EagleDrafting(_Drafting, frozen=True):
+    """Drafts come from an Eagle3 head, which reads hidden states behind some of the layers."""
+
+    model_path: str
+    layers: tuple[int, ...]
+
+
+Drafting = NGramDrafting | MTPDrafting | ModelDrafting | EagleDrafting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

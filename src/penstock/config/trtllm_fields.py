@@ -89,16 +89,14 @@ _OTHER_DRAFTER = "it belongs to a decoding_type that is not there"
 _NO_RELAXED = (
     "a draft is accepted only if it is the token that would have been drawn: output does not change"
 )
+_NO_TREE = "drafts are no tree: one token is drafted for each place"
 _STRICT = ignored("acceptance is never relaxed")
 _DRAFTING_FIELDS = (
     *("decoding_type", "max_draft_len", "max_concurrency", "max_matching_ngram_size"),
-    *("is_keep_all", "is_use_oldest"),
+    *("is_keep_all", "is_use_oldest", "speculative_model", "eagle3_layers_to_capture"),
 )
 _OTHER_DRAFTERS_FIELDS = (
-    *("speculative_model", "load_format"),
-    *("sa_config", "eagle3_one_model", "eagle3_layers_to_capture"),
-    *("eagle3_model_arch", "use_dynamic_tree", "dynamic_tree_max_topK", "eagle_choices"),
-    *("greedy_sampling", "posterior_threshold", "enable_global_pool", "global_pool_size"),
+    *("sa_config", "enable_global_pool", "global_pool_size"),
     *("mask_token_id", "target_layer_ids", "output_directory", "write_interval", "file_prefix"),
 )
 _NO_COMPILE = ignored("no model is run through torch.compile")
@@ -326,7 +324,11 @@ _OUTPUT = {
         "speculative_config",
         Ruling(
             Verdict.SUPPORTED,
-            kind=Kind("decoding_type", ("NGram", "MTP", "AUTO")),
+            kind=Kind(
+                "decoding_type",
+                ("NGram", "MTP", "Draft_Target", "Eagle3", "AUTO"),
+                {"eagle": "Eagle3"},
+            ),
         ),
         {
             **dict.fromkeys(_DRAFTING_FIELDS, SUPPORTED),
@@ -336,6 +338,13 @@ _OUTPUT = {
             "relaxed_delta": rejected(_NO_RELAXED, 0.0, 0),
             "use_mtp_vanilla": rejected("one MTP head is run as often as there are drafts", False),
             "mtp_eagle_one_model": ignored("one MTP head is run as often as needed", True),
+            "eagle3_one_model": ignored("the head always runs beside the model", True),
+            "eagle3_model_arch": rejected("heads of Llama's layout run", "llama3"),
+            "load_format": ignored("the draft model is loaded as the model is", "auto"),
+            "greedy_sampling": ignored("drafts are always the likeliest tokens", True),
+            **dict.fromkeys(("use_dynamic_tree",), rejected(_NO_TREE, False)),
+            **dict.fromkeys(("dynamic_tree_max_topK", "eagle_choices"), rejected(_NO_TREE)),
+            "posterior_threshold": rejected(_NO_RELAXED),
             "is_public_pool": rejected(
                 "a request drafts from its own tokens: by a pool of all requests one user could "
                 "tell what others write; set it to false or leave it out",

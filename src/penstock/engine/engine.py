@@ -5,6 +5,7 @@ This package is the only one that knows both `core` and `runtime`.
 
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from penstock import log
 from penstock.config.resolve import resolve
@@ -24,6 +25,7 @@ from penstock.hub.generation_config import sampling_defaults
 from penstock.ipc.messages import Deltas, EngineInfo, Fatal
 from penstock.ipc.process import ForkedWorkers
 from penstock.kernels.device import probe
+from penstock.models.eagle3 import parse_eagle3_spec
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.compile_workers import CompileWorkers
@@ -35,12 +37,30 @@ from penstock.runtime.rank import LoadedRank, finish_rank, load_rank
 from penstock.runtime.ranks import RankGroup
 from penstock.runtime.timeline import Timeline
 from penstock.types.cache_spec import CacheSize
+from penstock.types.model_spec import DraftModel
 from penstock.types.request import client_of
 from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import StepPlan, StepResult
 
 _log = log.get(__name__)
+
+
+def _draft_folder(config: EngineConfig, *, weights: bool = True) -> Path | None:
+    asked = config.speculative_config
+    if asked is None or asked.speculative_model is None:
+        return None
+    return local_folder(asked.speculative_model, weights=weights)
+
+
+def _draft_model(config: EngineConfig) -> DraftModel | None:
+    """The checkpoint that drafts, where it is not the model's own."""
+    folder, asked = _draft_folder(config, weights=False), config.speculative_config
+    if folder is None or asked is None:
+        return None
+    is_head = asked.decoding_type == "Eagle3"
+    spec = parse_eagle3_spec(folder).model if is_head else parse_model_spec(folder)
+    return DraftModel(path=str(folder), spec=spec)
 
 
 class Engine:
@@ -58,7 +78,8 @@ class Engine:
         with timeline.phase("find model"):
             folder = local_folder(config.model, config.revision, weights=False)
             self.spec = parse_model_spec(folder, config.model_kwargs)
-            self.config = resolve(config, self.spec, probe(), str(folder))
+            draft = _draft_model(config)
+            self.config = resolve(config, self.spec, probe(), str(folder), draft)
             self._sampling = sampling_defaults(
                 config.generation_config,
                 config.override_generation_config.model_dump(),
@@ -68,6 +89,7 @@ class Engine:
         if self.config.load_format != "dummy":
             with timeline.phase("fetch weights"):
                 local_folder(config.model, config.revision)
+                _draft_folder(config)
         workers = CompileWorkers(self.config, self.spec, forked)
         with timeline.phase("build kernels"):
             workers.run(config.model_kwargs, config.log_level)

@@ -37,13 +37,18 @@ class MTPHead(nn.Module):
         self.block = block
         self.final_norm = ResidualNorm(size, eps, build, zero_centered=is_centered)
 
-    def forward(self, embedding_TD: Tensor, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states after the head's norm: for logits, and for the head itself to go on from.
+    def prepared(self, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        return hidden_TD
+
+    def forward(
+        self, embedding_TD: Tensor, hidden_TD: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states for logits, and for the head itself to go on from: both after its norm.
         The embedding is that of each token's next one."""
         both_TE = torch.cat((self.embed_norm(embedding_TD), self.hidden_norm(hidden_TD)), dim=-1)
         x_TD, residual_TD = self.block(self.proj(both_TE, batch), None, batch)
         x_TD, _ = self.final_norm(x_TD, residual_TD)
-        return x_TD
+        return x_TD, x_TD
 
 
 def layer_names(spec: ModelSpec, has_head: bool) -> Rules:
@@ -58,11 +63,11 @@ def layer_names(spec: ModelSpec, has_head: bool) -> Rules:
     return skipped + rules(
         skip_module(f"{layer}.embed_tokens"),
         skip_module(f"{layer}.shared_head.head"),
-        rename(f"{layer}.enorm", "mtp.embed_norm"),
-        rename(f"{layer}.hnorm", "mtp.hidden_norm"),
-        rename(f"{layer}.eh_proj", "mtp.proj"),
-        rename(f"{layer}.shared_head.norm", "mtp.final_norm"),
-        rename(layer, "mtp.block"),
+        rename(f"{layer}.enorm", "draft_head.embed_norm"),
+        rename(f"{layer}.hnorm", "draft_head.hidden_norm"),
+        rename(f"{layer}.eh_proj", "draft_head.proj"),
+        rename(f"{layer}.shared_head.norm", "draft_head.final_norm"),
+        rename(layer, "draft_head.block"),
     )
 
 
@@ -71,9 +76,9 @@ def module_names(has_head: bool) -> Rules:
     if not has_head:
         return rules(skip_module("mtp"))
     return rules(
-        rename("mtp.pre_fc_norm_embedding", "mtp.embed_norm"),
-        rename("mtp.pre_fc_norm_hidden", "mtp.hidden_norm"),
-        rename("mtp.fc", "mtp.proj"),
-        rename("mtp.norm", "mtp.final_norm"),
-        rename("mtp.layers.0", "mtp.block"),
+        rename("mtp.pre_fc_norm_embedding", "draft_head.embed_norm"),
+        rename("mtp.pre_fc_norm_hidden", "draft_head.hidden_norm"),
+        rename("mtp.fc", "draft_head.proj"),
+        rename("mtp.norm", "draft_head.final_norm"),
+        rename("mtp.layers.0", "draft_head.block"),
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.layers.decoder import Decoder
     from penstock.parallel.mesh import RankMesh
     from penstock.quantization.choose import Schemes
+    from penstock.weights.load import LoadableModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,6 @@ def build_model(
     `has_mtp`: with its MTP head.
     """
     from penstock.layers.context import ExpertsContext, LayerContext
-    from penstock.layers.linear import Linear
-    from penstock.layers.moe import Experts
     from penstock.quantization.choose import choose_schemes
 
     schemes = schemes or choose_schemes(spec.quantization, None, dtype, device)
@@ -105,6 +104,15 @@ def build_model(
     entry = next(one for one in _MODELS.values() if one.architecture == spec.architecture)
     module = importlib.import_module(f"penstock.models.{entry.file}")
     model = cast("Decoder", getattr(module, entry.class_name)(spec, build).eval())
+    use_schemes(model, schemes)
+    return model
+
+
+def use_schemes(model: "LoadableModel", schemes: "Schemes") -> None:
+    """Each layer gets its scheme, by what the checkpoint calls it."""
+    from penstock.layers.linear import Linear
+    from penstock.layers.moe import Experts
+
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
             parts = range(len(layer.shape.outputs))
@@ -114,4 +122,3 @@ def build_model(
             parts = range(2 * layer.num_experts)
             sources = [model.weight_rules.source(Target(f"{name}.gate_up", p)) for p in parts]
             layer.use(schemes.experts(sources))
-    return model

@@ -13,18 +13,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.config.run import MTPDrafting, NGramDrafting, RunConfig
+from penstock.config.run import (
+    EagleDrafting,
+    ModelDrafting,
+    MTPDrafting,
+    NGramDrafting,
+    RunConfig,
+)
 from penstock.layers.decoder import Decoder
+from penstock.layers.mtp import MTPHead
+from penstock.models.eagle3 import Eagle3Head
 from penstock.runtime.drafter_inputs import DraftStep
 from penstock.runtime.head_drafter import HeadDrafter
 from penstock.runtime.input_batch import Rows
+from penstock.runtime.model_drafter import ModelDrafter
 from penstock.runtime.ngram_drafter import NGramDrafter
 from penstock.types.step import RowJoin
 
 
 class Drafter(Protocol):
     max_drafts: int  # K
-    reads_hidden: bool  # it is told of every step, and what the model computed in it
+    follows_steps: bool  # it is told of every step, and what the model computed in it
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows held is gone."""
@@ -41,5 +50,14 @@ def make_drafter(
         case NGramDrafting() as drafting:
             return NGramDrafter(config.max_batch_size, config.max_seq_len, drafting, device)
         case MTPDrafting(max_drafts=max_drafts):
-            return HeadDrafter(model, rows, max_drafts)
+            assert isinstance(model.draft_head, MTPHead)
+            best = lambda x_ND: model.logits(x_ND).argmax(-1)  # noqa: E731
+            return HeadDrafter(model.embedded, model.draft_head, best, rows, max_drafts)
+        case EagleDrafting(max_drafts=max_drafts):
+            head = model.draft_head
+            assert isinstance(head, Eagle3Head)
+            return HeadDrafter(model.embedded, head, head.best, rows, max_drafts)
+        case ModelDrafting(max_drafts=max_drafts):
+            assert isinstance(model.draft_head, Decoder)
+            return ModelDrafter(model.draft_head, rows, max_drafts)
     return None

@@ -1,12 +1,14 @@
 """What a step fed and drew, as a `Drafter` sees it."""
 
-# T tokens of a step, N rows that have new ones, W most of a row, D hidden size
+# T tokens of a step, N rows that have new ones, W most of a row, E hidden size, or several
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from penstock.kernels.forward_batch import ForwardBatch
+from penstock.kernels.transfer import to_device
 from penstock.types.step import Int32s
 
 
@@ -15,7 +17,7 @@ class FedTokens:
     """The step's tokens, those that were drafted and did not count included."""
 
     batch: ForwardBatch
-    hidden_TD: Tensor  # after the final norm
+    hidden_TE: Tensor  # after the final norm, or behind the layers that are captured
     next_ids_T: Tensor  # int64: what follows each of them, by what was drawn or by the prompt
     last_N: Tensor  # int64: of each row the last one that counts
 
@@ -29,9 +31,19 @@ class DraftStep:
     token_ids_NW: Tensor
     num_accepted_N: Tensor
     max_kv_lens: Int32s  # host, of each row: it has blocks for so many tokens
-    fed: FedTokens | None  # for drafters that read hidden states
+    fed: FedTokens | None  # for drafters that follow steps
 
     @property
     def max_kv_len(self) -> int:
         """Bounds what is in the cache; the newest token is not."""
         return int(self.max_kv_lens.max(initial=0))
+
+    @property
+    def newest_N(self) -> Tensor:
+        """Position of each row's newest token, which is not in the cache."""
+        return self.indices_N.long() + self.num_accepted_N - 1
+
+    def block_ends(self, block_size: int) -> Tensor:
+        """int64 [N]: the first position of each row without a block."""
+        ends = -(-self.max_kv_lens.astype(np.int64) // block_size) * block_size
+        return to_device(ends, self.rows_N.device)

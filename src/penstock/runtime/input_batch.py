@@ -354,19 +354,34 @@ class Rows:
             ),
         )
 
+    def fed_ids(self, rows_N: Tensor, offsets: Int32s | None) -> Tensor:
+        """What a decode step has fed, as long as nothing was accepted: see `decode_batch`."""
+        ids_N = self.last_tokens_R[rows_N]
+        if offsets is None:
+            return ids_N
+        offsets_N = to_device(offsets, self.device).long()
+        drafts_N = self.drafts_RK[rows_N, (offsets_N - 1).clamp(min=0)].clamp(min=0)
+        return torch.where(offsets_N > 0, drafts_N, ids_N)
+
     def batch_at(
-        self, rows_N: Tensor, positions_N: Tensor, ends_N: Tensor | None, max_kv_len: int
+        self,
+        rows_N: Tensor,
+        positions_N: Tensor,
+        max_kv_len: int,
+        *,
+        input_ids_N: Tensor | None = None,
+        ends_N: Tensor | None = None,
     ) -> ForwardBatch:
         """One token of each row at these positions, for who runs beside the model: rows stay as
-        they are, and ids are the caller's. From `ends_N` on rows have no blocks: such a token is
-        written to the padding block, and stands for the last one before it."""
+        they are. From `ends_N` on rows have no blocks: such a token is written to the padding
+        block, and stands for the last one before it. None of both: no ids, blocks for all."""
         size = self.block_tables[0].shape[1] * self.block_size
         at_N = positions_N if ends_N is None else torch.minimum(positions_N, ends_N - 1)
         num_entries = rows_N.shape[0]
         batch = self._with_groups(
             rows_N,
             ForwardBatch(
-                input_ids_T=torch.zeros_like(at_N),
+                input_ids_T=torch.zeros_like(at_N) if input_ids_N is None else input_ids_N,
                 positions_T=at_N,
                 slots_T=self._slots(0, rows_N, at_N),
                 rows_N=rows_N.int(),

@@ -4,7 +4,7 @@ Everything is enqueued; the first to wait for the device is the handle's `wait`.
 """
 
 # T tokens in the step, N entries that sample, L logit rows, W most of an entry, D hidden size,
-# V vocabulary, 2 a token and whether it is one, K most drafts of a row
+# V vocabulary, E what drafters read of it, 2 a token and whether it is one, K most drafts of a row
 
 import time
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class _Forwarded:
 @dataclass(slots=True)
 class _Fed:
     batch: ForwardBatch
-    hidden_TD: Tensor
+    hidden_TE: Tensor
     logit_index_L: Tensor | None
 
 
@@ -137,7 +137,7 @@ class ModelRunner:
         self._model = model
         self._cache_layers = model.cache_layers()
         self._drafter = drafter
-        self._reads_hidden = drafter is not None and drafter.reads_hidden
+        self._is_followed = drafter is not None and drafter.follows_steps
         self._rows = rows
         self._kv = kv
         self._sampler = sampler
@@ -161,7 +161,7 @@ class ModelRunner:
         self.when_idle = when_idle
 
     def use_cpu_graphs(self, max_kv_len: int) -> None:
-        if self._reads_hidden:  # they give logits alone
+        if self._is_followed:  # they give logits alone
             return
         self._cpu_graphs = DecodeCpuGraphs(
             lambda batch: self._model.logits(self._model(batch)), max_kv_len
@@ -201,23 +201,32 @@ class ModelRunner:
         graphs = self._prompt_graphs
         if graphs is None or not graphs.fits(plan) or self._scorer.is_asked(plan):
             return self._run(plan, self._rows.build(plan))
-        logits_LV, kv_lens_L, rows_L, hidden_TD = graphs.replay(plan)
+        logits_LV, kv_lens_L, rows_L, hidden_TE = graphs.replay(plan)
         rows, fed = plan.rows[plan.num_logit_rows > 0], None
-        if hidden_TD is not None:  # rows are as long as their prompts say, once more
+        if hidden_TE is not None:  # rows are as long as their prompts say, once more
             inputs = self._rows.build(plan)
-            fed = _Fed(inputs.batch, hidden_TD, inputs.logit_index_L)
+            fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L)
         return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, fed=fed)
 
     def _replayed(
-        self, plan: StepPlan, rows: Int32s, outputs: Outputs, drafted: DraftedRows | None = None
+        self,
+        plan: StepPlan,
+        rows: Int32s,
+        outputs: Outputs,
+        offsets: Int32s | None = None,
+        drafted: DraftedRows | None = None,
     ) -> _Forwarded:
         """A step of decodes."""
-        logits_LV, kv_lens_L, rows_L, hidden_TD = outputs
+        logits_LV, kv_lens_L, rows_L, hidden_TE = outputs
         fed = None
-        if hidden_TD is not None:
-            longest = int(plan.max_kv_lens.max())
-            batch = self._rows.batch_at(rows_L, kv_lens_L.long() - 1, None, longest)
-            fed = _Fed(batch, hidden_TD, None)
+        if hidden_TE is not None:
+            batch = self._rows.batch_at(
+                rows_L,
+                kv_lens_L.long() - 1,
+                int(plan.max_kv_lens.max()),
+                input_ids_N=self._rows.fed_ids(rows_L, offsets),
+            )
+            fed = _Fed(batch, hidden_TE, None)
         return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed)
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
@@ -226,7 +235,8 @@ class ModelRunner:
             rows, offsets = fed_tokens(plan)
             if graphs.fits(len(rows)):
                 drafted = self._rows.drafted_rows(plan)
-                return self._replayed(plan, rows, graphs.replay(rows, offsets), drafted)
+                outputs = graphs.replay(rows, offsets)
+                return self._replayed(plan, rows, outputs, offsets, drafted)
         inputs = self._rows.build_drafted(plan)
         if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
             return self._run(plan, inputs)
@@ -248,8 +258,8 @@ class ModelRunner:
         )
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
-        hidden_TD = self._model(inputs.batch)
-        fed = _Fed(inputs.batch, hidden_TD, inputs.logit_index_L) if self._reads_hidden else None
+        hidden_TD, hidden_TE = self._model.captured(inputs.batch)
+        fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L) if self._is_followed else None
         scores = self._scorer.score(plan, hidden_TD)
         if inputs.logit_index_L is not None:
             hidden_TD = hidden_TD[inputs.logit_index_L]
@@ -283,7 +293,7 @@ class ModelRunner:
                 self._rows.accept(step.rows_L, token_ids_L)
             else:
                 num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
-        elif self._drafter is not None and self._reads_hidden:
+        elif self._drafter is not None and self._is_followed:
             self._drafter.draft(
                 self._drafter_inputs(step, step.rows_L, step.kv_lens_L, drawn_2L[0])
             )
@@ -340,7 +350,7 @@ class ModelRunner:
             first_N = index_L if step.drafted is None else index_L[step.drafted.firsts()]
             fed = FedTokens(
                 batch=batch,
-                hidden_TD=step.fed.hidden_TD,
+                hidden_TE=step.fed.hidden_TE,
                 next_ids_T=next_ids_T,
                 last_N=first_N + accepted.num_accepted_N - 1,
             )
@@ -361,10 +371,10 @@ class ModelRunner:
             batch = self._rows.chunk_batch(packed, CHUNK_ENTRIES, max_kv_len)
             # Of an entry without tokens the first one's: nobody looks at the result.
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)
-            hidden_TD = self._model(batch)
+            hidden_TD, hidden_TE = self._model.captured(batch)
             logits_NV = self._model.logits(hidden_TD[last_N])
             rows_N = batch.rows_N.long()
-            return logits_NV, batch.kv_lens_N, rows_N, hidden_TD if self._reads_hidden else None
+            return logits_NV, batch.kv_lens_N, rows_N, hidden_TE if self._is_followed else None
 
         return step
 
@@ -390,10 +400,10 @@ class ModelRunner:
         def step(inputs: Tensor) -> Outputs:
             rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
             batch = self._rows.decode_batch(rows_N, max_kv_len, offsets_N)
-            hidden_ND = self._model(batch)
-            logits_NV, kept_ND = self._model.logits(hidden_ND), None
-            if self._reads_hidden:
-                kept_ND = hidden_ND
-            return logits_NV, batch.kv_lens_N, rows_N.long(), kept_ND
+            hidden_ND, hidden_NE = self._model.captured(batch)
+            logits_NV, kept_NE = self._model.logits(hidden_ND), None
+            if self._is_followed:
+                kept_NE = hidden_NE
+            return logits_NV, batch.kv_lens_N, rows_N.long(), kept_NE
 
         return step

@@ -20,7 +20,7 @@ from penstock.types.step import RowJoin
 
 
 class NGramDrafter:
-    reads_hidden = False
+    follows_steps = False
 
     def __init__(
         self, max_rows: int, max_seq_len: int, drafting: NGramDrafting, device: torch.device

@@ -230,6 +230,14 @@ class ModelSpec:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel:
+    """A checkpoint that drafts for the model: a small one, or a head, whose one layer `spec` is."""
+
+    path: str  # local folder
+    spec: ModelSpec
+
+
 def first_of_each(kinds: Iterable[Hashable]) -> tuple[int, ...]:
     """The index of the first of each kind, in order."""
     first: dict[Hashable, int] = {}

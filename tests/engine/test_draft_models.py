@@ -1,16 +1,24 @@
-"""Drafts of a model's own MTP head: what transformers' layers say, behind every kind of step; and
-the same tokens with and without."""
+"""Drafts of MTP and Eagle3 heads and of small models: what transformers' layers and torch say,
+behind every kind of step; and the same tokens with and without."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from draft_models import (
+    HEADS,
+    Eagle3Reference,
+    ModelReference,
+    MTPReference,
+    make_eagle3_checkpoint,
+    make_mtp_checkpoint,
+)
 from graph_steps import Repeats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_engine import LocalEngine
-from mtp_models import HEADS, Reference, make_mtp_checkpoint
+from tiny_models import make_checkpoint
 
 from penstock.errors import ConfigError
 from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs
@@ -26,22 +34,21 @@ TIGHT = {"max_tokens": 8 * 8, "tokens_per_block": 8, "host_cache_size": 1 << 22}
 REUSED = {"max_tokens": 256, "tokens_per_block": 8, "mamba_state_cache_interval": 8}
 COMMON = dict(
     dtype="float32", device="cpu", max_seq_len=96, seed=1, max_batch_size=5, max_num_tokens=24,
-    scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"}, attn_backend="reference",
 )  # fmt: skip
-MTP = {"decoding_type": "MTP", "num_nextn_predict_layers": MAX_DRAFTS}
 
 
 class Watched:
-    """The head's drafts, with some put in their place: `script` says of a position how many tokens
-    are right, -1: as the head has it."""
+    """What is drafted, with some put in their place: `script` says of a position how many tokens
+    are right, -1: as it was drafted."""
 
-    reads_hidden, max_drafts = True, MAX_DRAFTS
+    follows_steps, max_drafts = True, MAX_DRAFTS
 
     def __init__(self, drafter) -> None:
         self.drafter = drafter
         self.of_request: dict[int, list[int]] = {}
         self.rows: dict[int, int] = {}
-        self.first: list[tuple[int, int, int]] = []  # request, tokens before it, the head's first
+        self.first: list[tuple[int, int, int]] = []  # request, tokens before it, the first draft
         self.script = lambda position: -1
 
     def join(self, joins) -> None:
@@ -62,13 +69,13 @@ class Watched:
 
 
 class Drafting:
-    def __init__(self, folder: Path, arch: str) -> None:
-        self.reference = Reference(folder, arch)
+    def __init__(self, folder: Path, reference, **asked) -> None:
+        self.reference, self.asked = reference, {"max_draft_len": MAX_DRAFTS} | asked
         cache = TIGHT | {"enable_block_reuse": False}  # a reused block's last key may be another's
         settings = COMMON | {"kv_cache_config": cache, "disable_overlap_scheduler": False}
         plain = LocalEngine(folder, **settings)
         self.expected = [tokens for _, tokens in self.run(plain)]
-        self.engine = LocalEngine(folder, speculative_config=MTP, **settings)
+        self.engine = LocalEngine(folder, speculative_config=self.asked, **settings)
         self.runner = self.engine.loop._executor._runner
         self.watched = self.runner._drafter = Watched(self.runner._drafter)
 
@@ -84,27 +91,40 @@ class Drafting:
         return [(rid, engine.tokens(rid)) for rid in ids]
 
     def check(self) -> None:
-        """Tokens are those without drafts, and the head's first drafts those of the reference."""
+        """Tokens are those without drafts, and first drafts those of the reference."""
         found = self.run(self.engine)
         assert [tokens for _, tokens in found] == self.expected
-        logits = {r: self.reference.logits(text) for r, text in self.watched.of_request.items()}
+        texts = self.watched.of_request.items()
+        logits = {request: self.reference.first_drafts(text) for request, text in texts}
         num_seen = 0
         for request, end, draft in self.watched.first:
-            if end <= len(logits[request]) + 1:
-                row = logits[request][end - 2]
+            if end in logits[request] and draft >= 0:
+                row = logits[request][end]
                 assert row.max() - row[draft] < 1e-3, (request, end)
                 num_seen += 1
         assert num_seen > NUM_TOKENS
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module", params=[*HEADS, "eagle3", "draft_target"])
 def drafting(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    make_mtp_checkpoint(folder, request.param, max_position_embeddings=256)
-    return Drafting(folder, request.param)
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if kind in HEADS:
+        make_mtp_checkpoint(folder, kind, max_position_embeddings=256)
+        return Drafting(folder, MTPReference(folder, kind), decoding_type="MTP")
+    if kind == "eagle3":
+        make_checkpoint(folder, "llama", num_hidden_layers=5, max_position_embeddings=256)
+        head = make_eagle3_checkpoint(folder / "head", 543)
+        reference, asked = Eagle3Reference(head, folder, (0, 2, 3)), {"speculative_model": str(head)}
+        asked |= {"decoding_type": "eagle_3", "eagle3_layers_to_capture": [0, 2, 3]}
+        return Drafting(folder, reference, **asked)
+    # Heads of another size than the model's, which is of windows and full attention.
+    make_checkpoint(folder, "gpt_oss", sliding_window=24, max_position_embeddings=256)
+    draft = make_checkpoint(folder / "draft", "llama", seed=3, max_position_embeddings=256)
+    asked = {"decoding_type": "DraftTarget", "speculative_model_dir": str(draft)}
+    return Drafting(folder, ModelReference(draft), **asked)
 
 
-def test_the_head_drafts_what_transformers_layers_say(drafting):
+def test_drafts_are_what_transformers_layers_say(drafting):
     drafting.watched.script = lambda position: -1
     drafting.check()
     counters = drafting.engine.counters
@@ -113,7 +133,7 @@ def test_the_head_drafts_what_transformers_layers_say(drafting):
 
 @settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_no_pattern_of_right_and_wrong_drafts_spoils_the_heads_cache(drafting, seed):
+def test_no_pattern_of_right_and_wrong_drafts_spoils_their_cache(drafting, seed):
     script = np.random.default_rng(seed).integers(0, MAX_DRAFTS + 1, COMMON["max_seq_len"] + 1)
     before = drafting.engine.counters.accepted_tokens
     drafting.watched.script = lambda position: int(script[position])
@@ -121,7 +141,7 @@ def test_no_pattern_of_right_and_wrong_drafts_spoils_the_heads_cache(drafting, s
     assert drafting.engine.counters.accepted_tokens > before
 
 
-def test_steps_replay_graphs_and_the_head_reads_their_hidden_states(drafting):
+def test_steps_replay_graphs_and_drafts_follow_from_their_hidden_states(drafting):
     """By a stand-in for a pool of graphs that runs anew what would be replayed."""
     runner, ran = drafting.runner, []
     decodes = DecodeGraphs(runner.decode_step(96), (2, 6, 12), True, runner._rows)
@@ -147,7 +167,7 @@ def test_a_reused_prefix_changes_no_token(drafting):
     folder = drafting.engine.engine.config.model_path
     plain, heads = (
         LocalEngine(folder, speculative_config=asked, **COMMON, kv_cache_config=REUSED)
-        for asked in (None, MTP)
+        for asked in (None, drafting.asked)
     )
     begun = [*PROMPTS[2][:24], 9, 9]
     for prompt in (PROMPTS[2], begun, begun):
@@ -155,7 +175,31 @@ def test_a_reused_prefix_changes_no_token(drafting):
     assert heads.counters.prefix_hit_tokens > 0
 
 
-def test_a_model_without_a_head_is_refused_by_name(drafting):
-    fields = {"decoding_type": "MTP"}
-    with pytest.raises(ConfigError, match="has no MTP head"):
-        LocalEngine("tiny", speculative_config=fields, device="cpu")
+def test_a_model_that_drafts_for_itself_is_right_nearly_always(tmp_path):
+    make_checkpoint(tmp_path, "llama", max_position_embeddings=256)
+    asked = {"decoding_type": "Draft_Target", "speculative_model": str(tmp_path)}
+    engine = LocalEngine(tmp_path, speculative_config=asked, **COMMON)
+    assert len(engine.generate([PROMPTS[0]], 40)[0]) == 40
+    counters = engine.counters
+    assert counters.accepted_tokens > 0.9 * counters.drafted_tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"decoding_type": "MTP"}, "has no MTP head"),
+        ({"decoding_type": "Draft_Target", "speculative_model": "SMALL"}, "vocabulary of 40"),
+        ({"decoding_type": "Draft_Target", "speculative_model": "WINDOWS"}, "layers with windows"),
+        ({"decoding_type": "Eagle3", "speculative_model": "tiny"}, "heads of one layer run"),
+    ],
+)
+def test_what_cannot_draft_for_a_model_is_refused_by_name(tmp_path, asked, why):
+    small = make_checkpoint(
+        tmp_path / "SMALL", "llama", vocab_size=40, eos_token_id=1, pad_token_id=0
+    )
+    windows = make_checkpoint(tmp_path / "WINDOWS", "gpt_oss")
+    model = make_checkpoint(tmp_path / "model", "llama")
+    names = {"SMALL": str(small), "WINDOWS": str(windows)}
+    asked = {key: names.get(value, value) for key, value in asked.items()}
+    with pytest.raises(ConfigError, match=why):
+        LocalEngine(model, speculative_config=asked, device="cpu", dtype="float32")
