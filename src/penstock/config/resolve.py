@@ -505,9 +505,9 @@ def _drafting(
     if kind in ("Draft_Target", "Eagle3"):
         assert draft is not None, "given by the engine"
         _check_draft_model(draft, spec)
-        most = {"max_drafts": max_drafts, "max_decodes": asked.max_concurrency}
+        most = asked.max_concurrency
         if kind == "Draft_Target":
-            return ModelDrafting(model_path=draft.path, **most)
+            return ModelDrafting(model_path=draft.path, max_drafts=max_drafts, max_decodes=most)
         layers = tuple(asked.eagle3_layers_to_capture or _captured_layers(spec.num_layers))
         if max(layers) >= spec.num_layers or draft.spec.hidden_size != spec.hidden_size:
             raise ConfigError(
@@ -515,7 +515,9 @@ def _drafting(
                 f"{list(layers)} of hidden size {draft.spec.hidden_size}, the model has "
                 f"{spec.num_layers} of {spec.hidden_size}"
             )
-        return EagleDrafting(model_path=draft.path, layers=layers, **most)
+        return EagleDrafting(
+            model_path=draft.path, layers=layers, max_drafts=max_drafts, max_decodes=most
+        )
     return NGramDrafting(
         max_drafts=max_drafts,
         max_size=asked.max_matching_ngram_size,

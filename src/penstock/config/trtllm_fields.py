@@ -36,8 +36,14 @@ class Kind:
     """What a section is about, by a field of it; an alias is another name for one of the values."""
 
     name: str  # of the field
+    model: str  # field that the text behind = sets, in the short form of the section: "name=model"
     values: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def expanded(self, text: str) -> dict[str, str]:
+        """The section that a short form stands for."""
+        kind, has_model, model = text.partition("=")
+        return {self.name: kind} | ({self.model: model} if has_model else {})
 
     @property
     def described(self) -> str:
@@ -326,8 +332,9 @@ _OUTPUT = {
             Verdict.SUPPORTED,
             kind=Kind(
                 "decoding_type",
+                "speculative_model",
                 ("NGram", "MTP", "Draft_Target", "Eagle3", "AUTO"),
-                {"eagle": "Eagle3"},
+                {"eagle": "Eagle3", "draft": "Draft_Target"},
             ),
         ),
         {
@@ -470,6 +477,8 @@ def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
         if ruling is None:
             kept[name] = value
         elif ruling.verdict is Verdict.SUPPORTED:
+            if ruling.kind is not None and isinstance(value, str):
+                value = ruling.kind.expanded(value)
             if path in _SECTIONS and isinstance(value, Mapping):
                 if ruling.kind is not None:
                     value = {**value, ruling.kind.name: ruling.kind.value(path, value)}

@@ -124,6 +124,10 @@ MALFORMED = [
         "max_matching_ngram_size belongs to decoding_type NGram, not MTP",
     ),
     (
+        {"speculative_config": "eagle3"},
+        "decoding_type Eagle3 needs a speculative_model: a folder or a name",
+    ),
+    (
         {"speculative_config": {"decoding_type": "Medusa"}},
         "speculative_config.decoding_type is 'Medusa', which is not there; there are NGram, MTP",
     ),
