@@ -29,6 +29,7 @@ PROMPTS = [
 ]
 SAMPLINGS = [{}, {"temperature": 0.9, "seed": 1}, {"repetition_penalty": 1.5}]
 NUM_TOKENS = 16
+FIXED = {"max_draft_len": MAX_DRAFTS, "adaptive_draft_len": False}
 # 8 blocks of 8 tokens: two sequences of 41 do not fit together, prompts come in chunks.
 TIGHT = {"max_tokens": 8 * 8, "tokens_per_block": 8, "host_cache_size": 1 << 22}
 REUSED = {"max_tokens": 256, "tokens_per_block": 8, "mamba_state_cache_interval": 8}
@@ -70,7 +71,7 @@ class Watched:
 
 class Drafting:
     def __init__(self, folder: Path, reference, **asked) -> None:
-        self.reference, self.asked = reference, {"max_draft_len": MAX_DRAFTS} | asked
+        self.reference, self.asked = reference, FIXED | asked
         cache = TIGHT | {"enable_block_reuse": False}  # a reused block's last key may be another's
         settings = COMMON | {"kv_cache_config": cache, "disable_overlap_scheduler": False}
         plain = LocalEngine(folder, **settings)
@@ -114,7 +115,10 @@ def drafting(request, tmp_path_factory):
     if kind == "eagle3":
         make_checkpoint(folder, "llama", num_hidden_layers=5, max_position_embeddings=256)
         head = make_eagle3_checkpoint(folder / "head", 543)
-        reference, asked = Eagle3Reference(head, folder, (0, 2, 3)), {"speculative_model": str(head)}
+        reference, asked = (
+            Eagle3Reference(head, folder, (0, 2, 3)),
+            {"speculative_model": str(head)},
+        )
         asked |= {"decoding_type": "eagle_3", "eagle3_layers_to_capture": [0, 2, 3]}
         return Drafting(folder, reference, **asked)
     # Heads of another size than the model's, which is of windows and full attention.
@@ -178,7 +182,7 @@ def test_a_reused_prefix_changes_no_token(drafting):
 def test_a_model_that_drafts_for_itself_is_right_nearly_always(tmp_path):
     make_checkpoint(tmp_path, "llama", max_position_embeddings=256)
     asked = {"decoding_type": "Draft_Target", "speculative_model": str(tmp_path)}
-    engine = LocalEngine(tmp_path, speculative_config=asked, **COMMON)
+    engine = LocalEngine(tmp_path, speculative_config=FIXED | asked, **COMMON)
     assert len(engine.generate([PROMPTS[0]], 40)[0]) == 40
     counters = engine.counters
     assert counters.accepted_tokens > 0.9 * counters.drafted_tokens > 20
@@ -203,3 +207,18 @@ def test_what_cannot_draft_for_a_model_is_refused_by_name(tmp_path, asked, why):
     asked = {key: names.get(value, value) for key, value in asked.items()}
     with pytest.raises(ConfigError, match=why):
         LocalEngine(model, speculative_config=asked, device="cpu", dtype="float32")
+
+
+def test_the_engine_measures_what_drafts_cost_and_says_the_same(drafting):
+    folder, asked = drafting.engine.engine.config.model_path, drafting.asked
+    adaptive = LocalEngine(
+        folder,
+        speculative_config=asked | {"adaptive_draft_len": True},
+        **COMMON,
+        kv_cache_config=REUSED,
+    )
+    costs = adaptive.loop._executor._runner.costs
+    assert costs.max_drafts == MAX_DRAFTS and costs.decodes[0] == 1
+    assert min(costs.plain + costs.drafting + costs.full) > 0
+    greedy = adaptive.generate(PROMPTS[:1], NUM_TOKENS)
+    assert greedy == drafting.expected[:1]

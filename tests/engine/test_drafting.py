@@ -39,6 +39,7 @@ COMMON = dict(
     kv_cache_config=TIGHT, scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"},
 )  # fmt: skip
 NUM_TOKENS = 16
+FIXED = {"adaptive_draft_len": False}
 
 
 class ScriptedDrafter:
@@ -80,7 +81,7 @@ class Drafting:
         # To the digits that another shape of a GEMM leaves.
         self.expected = self.run(plain, about=lambda x: pytest.approx(x, abs=1e-4))
         self.outputs = [[token_id for token_id, *_ in one] for one in self.expected]
-        config = {"decoding_type": "NGram", "max_draft_len": MAX_DRAFTS}
+        config = {"decoding_type": "NGram", "max_draft_len": MAX_DRAFTS, **FIXED}
         self.engine = LocalEngine(folder, speculative_config=config, **COMMON, **overlap)
         self.runner = self.engine.loop._executor._runner
         self.by_ngrams, self.scripted = self.runner._drafter, ScriptedDrafter(self.outputs)
@@ -193,7 +194,7 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(overlapped):
 def test_output_that_repeats_itself_takes_few_steps(tmp_path, depth):
     make_checkpoint(tmp_path, "llama", max_position_embeddings=256)
     engine = LocalEngine(
-        tmp_path, speculative_config={"decoding_type": "ngram"}, **COMMON,
+        tmp_path, speculative_config={"decoding_type": "ngram", **FIXED}, **COMMON,
         disable_overlap_scheduler=depth == 1,
     )  # fmt: skip
     (tokens,) = engine.generate([[3, 4, 5]], 60, logit_bias={6: 100.0})
@@ -229,7 +230,7 @@ def test_a_stop_id_within_an_accepted_run_is_the_last_token(tmp_path, depth):
 
 def test_with_more_sequences_than_max_concurrency_nothing_is_drafted(tmp_path):
     make_checkpoint(tmp_path, "llama", max_position_embeddings=256)
-    config = {"decoding_type": "NGram", "max_concurrency": 2}
+    config = {"decoding_type": "NGram", "max_concurrency": 2, **FIXED}
     engine = LocalEngine(tmp_path, speculative_config=config, **COMMON)
     engine.generate([[3, 4, 5]] * 3, 12, logit_bias={6: 100.0})
     assert engine.counters.accepted_tokens == 0

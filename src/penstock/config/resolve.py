@@ -492,7 +492,8 @@ def _drafting(
     if kind == "AUTO":
         kind, why = ("MTP", "the model has an MTP head") if num_heads else ("NGram", "it has none")
         choices.add("decoding_type", (kind, why))
-    max_drafts = asked.max_draft_len or DRAFT_LENS[kind]
+    max_drafts, most = asked.max_draft_len or DRAFT_LENS[kind], asked.max_concurrency
+    adaptive = asked.adaptive_draft_len
     if kind != "NGram":
         _check_mixed(config, kind)
     if kind == "MTP":
@@ -501,13 +502,14 @@ def _drafting(
                 "speculative_config.decoding_type is MTP, but the model has no MTP head "
                 "(num_nextn_predict_layers); set it to NGram, or leave speculative_config out"
             )
-        return MTPDrafting(max_drafts=max_drafts, max_decodes=asked.max_concurrency)
+        return MTPDrafting(max_drafts=max_drafts, max_decodes=most, is_adaptive=adaptive)
     if kind in ("Draft_Target", "Eagle3"):
         assert draft is not None, "given by the engine"
         _check_draft_model(draft, spec)
-        most = asked.max_concurrency
         if kind == "Draft_Target":
-            return ModelDrafting(model_path=draft.path, max_drafts=max_drafts, max_decodes=most)
+            return ModelDrafting(
+                model_path=draft.path, max_drafts=max_drafts, max_decodes=most, is_adaptive=adaptive
+            )
         layers = tuple(asked.eagle3_layers_to_capture or _captured_layers(spec.num_layers))
         if max(layers) >= spec.num_layers or draft.spec.hidden_size != spec.hidden_size:
             raise ConfigError(
@@ -516,13 +518,18 @@ def _drafting(
                 f"{spec.num_layers} of {spec.hidden_size}"
             )
         return EagleDrafting(
-            model_path=draft.path, layers=layers, max_drafts=max_drafts, max_decodes=most
+            model_path=draft.path,
+            layers=layers,
+            max_drafts=max_drafts,
+            max_decodes=most,
+            is_adaptive=adaptive,
         )
     return NGramDrafting(
         max_drafts=max_drafts,
+        max_decodes=most,
+        is_adaptive=adaptive,
         max_size=asked.max_matching_ngram_size,
         use_oldest=asked.is_keep_all and asked.is_use_oldest,
-        max_decodes=asked.max_concurrency,
     )
 
 

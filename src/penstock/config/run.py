@@ -27,6 +27,7 @@ class QueuePolicy(StrEnum):
 
 class _Drafting(msgspec.Struct, frozen=True, kw_only=True, tag=True):  # crosses to other ranks
     max_drafts: int
+    is_adaptive: bool = False  # fewer are drafted where that is quicker
     max_decodes: int | None = None  # of a step; with more nothing is drafted
 
 

@@ -75,6 +75,14 @@ class SpeculativeConfig(StrictModel):
         le=2**20,
     )
 
+    adaptive_draft_len: bool = setting(
+        True,
+        "Draft as many tokens as give most output per second, none where drafting loses: by the "
+        "time of steps, measured at start, and by what was accepted lately. false: always "
+        "max_draft_len.",
+        status="beta",
+    )
+
     @model_validator(mode="after")
     def _fields_are_of_the_type(self) -> "SpeculativeConfig":
         kind = self.decoding_type

@@ -12,6 +12,7 @@ from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.core.chunk_limit import ChunkLimit
+from penstock.core.drafts import DraftLengths
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
@@ -119,11 +120,13 @@ class Engine:
         sizes = zip(loaded.groups, cache.num_blocks, strict=True)
         groups = [cache_group(group, num, config) for group, num in sizes]
         chunk_limit = ChunkLimit(config.tokens_beside_decodes, config.max_num_tokens)
+        drafts = DraftLengths(config.max_drafts, config.max_drafting_decodes, runner.costs)
         self.scheduler = Scheduler(
             config,
             [KVManager(groups, cache.num_host_blocks)],
             counters,
             chunk_limit=lambda: chunk_limit.num_tokens,
+            max_drafts=drafts.most,
         )
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
         self.grammars = Grammars(asked, self.spec)
@@ -137,6 +140,7 @@ class Engine:
             count_step(counters, plan, result)
             seconds = time.monotonic() - started
             chunk_limit.observe(plan, seconds)
+            drafts.observe(plan, result)
             num_accepted = counters.accepted_tokens - num_described
             num_described += num_accepted
             return describe_step(

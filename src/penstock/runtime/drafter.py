@@ -39,8 +39,8 @@ class Drafter(Protocol):
         """Sequences take rows; whatever the rows held is gone."""
 
     def draft(self, step: DraftStep) -> Tensor:
-        """int64 [N, K]: tokens to follow the new ones, negative where there are none. Nothing waits
-        for the device."""
+        """int64 [N, K]: tokens to follow the new ones, negative where there are none. Where none
+        are worth it, the drafter only keeps up. Nothing waits for the device."""
 
 
 def make_drafter(

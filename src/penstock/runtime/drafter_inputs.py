@@ -30,6 +30,7 @@ class DraftStep:
     indices_N: Tensor
     token_ids_NW: Tensor
     num_accepted_N: Tensor
+    max_drafts: int | None  # worth drafting; None: as many as the drafter likes
     max_kv_lens: Int32s  # host, of each row: it has blocks for so many tokens
     fed: FedTokens | None  # for drafters that follow steps
 

@@ -56,12 +56,14 @@ class HeadDrafter:
         ids_T = fed.next_ids_T
         hidden_TD = self._head.prepared(fed.hidden_TE, fed.batch)
         x_TD, hidden_TD = self._head(self._embedded(ids_T), hidden_TD, fed.batch)
-        if not len(step.rows_N):
-            return ids_T.new_empty(0, self.max_drafts)
+        drafts_NK = ids_T.new_full((len(step.rows_N), self.max_drafts), -1)
+        most = self.max_drafts if step.max_drafts is None else step.max_drafts
+        if not len(drafts_NK) or not most:
+            return drafts_NK
         hidden_ND = hidden_TD[fed.last_N]
         drafts = [self._best(x_TD[fed.last_N])]
         ends_N = step.block_ends(self._rows.block_size)
-        for index in range(self.max_drafts - 1):
+        for index in range(most - 1):
             # The token that the draft before takes the place behind of.
             at_N = step.newest_N + index
             batch = self._rows.batch_at(
@@ -71,4 +73,5 @@ class HeadDrafter:
             x_ND, hidden_ND = self._head(self._embedded(known_N), hidden_ND, batch)
             has_room_N = (at_N < ends_N) & (drafts[-1] >= 0)
             drafts.append(torch.where(has_room_N, self._best(x_ND), -1))
-        return torch.stack(drafts, dim=1)
+        drafts_NK[:, :most] = torch.stack(drafts, dim=1)
+        return drafts_NK

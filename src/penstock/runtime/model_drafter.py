@@ -29,11 +29,13 @@ class ModelDrafter:
     def draft(self, step: DraftStep) -> Tensor:
         assert step.fed is not None
         self._model(step.fed.batch)
-        if not len(step.rows_N):
-            return step.rows_N.new_empty(0, self.max_drafts)
-        ends_N, drafts = step.block_ends(self._rows.block_size), []
+        drafts_NK = step.rows_N.new_full((len(step.rows_N), self.max_drafts), -1)
+        most = self.max_drafts if step.max_drafts is None else step.max_drafts
+        if not len(drafts_NK) or not most:
+            return drafts_NK
+        ends_N = step.block_ends(self._rows.block_size)
         token_ids_N = self._rows.last_tokens_R[step.rows_N]
-        for index in range(self.max_drafts):
+        for index in range(most):
             at_N = step.newest_N + index
             batch = self._rows.batch_at(
                 step.rows_N,
@@ -43,5 +45,5 @@ class ModelDrafter:
                 ends_N=ends_N,
             )
             token_ids_N = self._model.logits(self._model(batch)).argmax(-1)
-            drafts.append(torch.where(at_N < ends_N, token_ids_N, -1))
-        return torch.stack(drafts, dim=1)
+            drafts_NK[:, index] = torch.where(at_N < ends_N, token_ids_N, -1)
+        return drafts_NK

@@ -32,6 +32,7 @@ from penstock.sampling.logprobs import SampledLogprobs
 from penstock.sampling.sampler import NOT_FINITE, Sampler
 from penstock.sampling.verification import Accepted, DraftedRows, verify
 from penstock.types.step import Int32s, LateInputs, RanAs, StepPlan, StepResult
+from penstock.types.step_costs import StepCosts
 
 _BYTES_PERIOD_S = 1.0
 
@@ -149,6 +150,7 @@ class ModelRunner:
         self._forwarded: dict[int, _Forwarded] = {}
         self._device_bytes = (0.0, 0)  # until when the number counts as new, and the number
         self.when_idle: Callable[[], None] = lambda: None  # a bit of work that can wait
+        self.costs: StepCosts | None = None  # where it was measured what drafts cost
 
     def use_graphs(
         self,
@@ -359,6 +361,7 @@ class ModelRunner:
             indices_N=indices_N,
             token_ids_NW=accepted.token_ids_NW,
             num_accepted_N=accepted.num_accepted_N,
+            max_drafts=step.plan.max_drafts,
             max_kv_lens=step.plan.max_kv_lens[step.plan.num_logit_rows > 0],
             fed=fed,
         )

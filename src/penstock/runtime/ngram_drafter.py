@@ -42,6 +42,8 @@ class NGramDrafter:
         width, device = step.token_ids_NW.shape[1], step.rows_N.device
         at_NW = step.indices_N.long()[:, None] + torch.arange(width, device=device)
         self._history_RT[step.rows_N.long()[:, None], at_NW] = step.token_ids_NW.int()
+        if step.max_drafts == 0:
+            return step.rows_N.new_full((len(step.rows_N), self.max_drafts), -1)
         return ngram_drafts(
             self._history_RT,
             step.rows_N,

@@ -18,6 +18,7 @@ from penstock.runtime.capture import capture_graphs
 from penstock.runtime.drafter import make_drafter
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.kv_tensors import KVTensors
+from penstock.runtime.measure import measure_costs
 from penstock.runtime.memory import MemoryPlan, cpu_activations, longest_sequence, make_plan
 from penstock.runtime.mixed_graphs import all_shapes
 from penstock.runtime.model_loader import load_model, max_row_tokens
@@ -138,4 +139,7 @@ def finish_rank(
         triton_cache.report_compilations()
     elif config.tp_size == 1:
         runner.use_cpu_graphs(longest)
+    if config.drafting is not None and config.drafting.is_adaptive:
+        with timeline.phase("measure steps"):
+            runner.costs = measure_costs(runner, config)
     return runner
