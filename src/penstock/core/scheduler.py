@@ -46,7 +46,7 @@ class Scheduler:
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
         self._chunk_limit = chunk_limit or (lambda: config.max_num_tokens)
-        self._max_drafts = max_drafts or (lambda num_decodes: config.max_drafts)
+        self._max_drafts = max_drafts or (lambda num_decodes: config.max_num_tokens)
         self._gates: list[Gate] = []
         self._followers: list[Follower] = []
         self._refused: list[TokenDelta] = []  # by gates, until they are taken

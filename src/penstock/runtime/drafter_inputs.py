@@ -39,6 +39,9 @@ class DraftStep:
         """Bounds what is in the cache; the newest token is not."""
         return int(self.max_kv_lens.max(initial=0))
 
+    def most_drafts(self, limit: int) -> int:
+        return limit if self.max_drafts is None else min(limit, self.max_drafts)
+
     @property
     def newest_N(self) -> Tensor:
         """Position of each row's newest token, which is not in the cache."""

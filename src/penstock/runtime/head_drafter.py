@@ -57,7 +57,7 @@ class HeadDrafter:
         hidden_TD = self._head.prepared(fed.hidden_TE, fed.batch)
         x_TD, hidden_TD = self._head(self._embedded(ids_T), hidden_TD, fed.batch)
         drafts_NK = ids_T.new_full((len(step.rows_N), self.max_drafts), -1)
-        most = self.max_drafts if step.max_drafts is None else step.max_drafts
+        most = step.most_drafts(self.max_drafts)
         if not len(drafts_NK) or not most:
             return drafts_NK
         hidden_ND = hidden_TD[fed.last_N]

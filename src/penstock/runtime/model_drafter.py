@@ -30,7 +30,7 @@ class ModelDrafter:
         assert step.fed is not None
         self._model(step.fed.batch)
         drafts_NK = step.rows_N.new_full((len(step.rows_N), self.max_drafts), -1)
-        most = self.max_drafts if step.max_drafts is None else step.max_drafts
+        most = step.most_drafts(self.max_drafts)
         if not len(drafts_NK) or not most:
             return drafts_NK
         ends_N = step.block_ends(self._rows.block_size)

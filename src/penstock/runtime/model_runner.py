@@ -260,8 +260,10 @@ class ModelRunner:
         )
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
-        hidden_TD, hidden_TE = self._model.captured(inputs.batch)
-        fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L) if self._is_followed else None
+        hidden_TD, hidden_TE = self._hidden(inputs.batch)
+        fed = None
+        if hidden_TE is not None:
+            fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L)
         scores = self._scorer.score(plan, hidden_TD)
         if inputs.logit_index_L is not None:
             hidden_TD = hidden_TD[inputs.logit_index_L]
@@ -277,6 +279,10 @@ class ModelRunner:
             inputs.drafted,
             fed,
         )
+
+    def _hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Of every token, for logits; and what the drafter reads of the step."""
+        return self._model.captured(batch) if self._is_followed else (self._model(batch), None)
 
     @torch.inference_mode()
     def sample(self, step_id: int, late: LateInputs) -> DeviceStep:
@@ -374,10 +380,9 @@ class ModelRunner:
             batch = self._rows.chunk_batch(packed, CHUNK_ENTRIES, max_kv_len)
             # Of an entry without tokens the first one's: nobody looks at the result.
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)
-            hidden_TD, hidden_TE = self._model.captured(batch)
+            hidden_TD, hidden_TE = self._hidden(batch)
             logits_NV = self._model.logits(hidden_TD[last_N])
-            rows_N = batch.rows_N.long()
-            return logits_NV, batch.kv_lens_N, rows_N, hidden_TE if self._is_followed else None
+            return logits_NV, batch.kv_lens_N, batch.rows_N.long(), hidden_TE
 
         return step
 
@@ -403,10 +408,7 @@ class ModelRunner:
         def step(inputs: Tensor) -> Outputs:
             rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
             batch = self._rows.decode_batch(rows_N, max_kv_len, offsets_N)
-            hidden_ND, hidden_NE = self._model.captured(batch)
-            logits_NV, kept_NE = self._model.logits(hidden_ND), None
-            if self._is_followed:
-                kept_NE = hidden_NE
-            return logits_NV, batch.kv_lens_N, rows_N.long(), kept_NE
+            hidden_ND, hidden_NE = self._hidden(batch)
+            return self._model.logits(hidden_ND), batch.kv_lens_N, rows_N.long(), hidden_NE
 
         return step
