@@ -21,6 +21,7 @@ from local_engine import LocalEngine
 from tiny_models import make_checkpoint
 
 from penstock.errors import ConfigError
+from penstock.runtime.draft_graphs import TokenGraphs
 from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs
 
 MAX_DRAFTS = 3
@@ -67,6 +68,15 @@ class Watched:
                 spoiled = [t + (j >= num_right) for j, t in enumerate(right)]
                 drafts_NK[i] = torch.tensor([*spoiled, *[-1] * (MAX_DRAFTS - len(right))])
         return drafts_NK
+
+
+class Counted:
+    def __init__(self, graphs, note) -> None:
+        self.graphs, self.fits, self.note = graphs, graphs.fits, note
+
+    def __call__(self, *inputs):
+        self.note()
+        return self.graphs(*inputs)
 
 
 class Drafting:
@@ -157,13 +167,21 @@ def test_steps_replay_graphs_and_drafts_follow_from_their_hidden_states(drafting
     for graphs in filter(None, (decodes, prompts)):
         replay = graphs.replay
         graphs.replay = lambda *args, replay=replay: ran.append(args) or replay(*args)
+    drafter, calls = drafting.watched.drafter, []
+    drafter.capture(Repeats(), (2, 6, 12), True, 96)
+    names = [name for name, one in vars(drafter).items() if isinstance(one, TokenGraphs)]
+    for name in names:
+        call = getattr(drafter, name)
+        setattr(drafter, name, Counted(call, lambda name=name: calls.append(name)))
     drafting.watched.script = lambda position: position % 4 - 1
     runner.use_graphs(decodes, prompts)
     try:
         drafting.check()
     finally:
         runner._graphs = runner._prompt_graphs = None
-    assert len(ran) > 10
+        for name in names:
+            setattr(drafter, name, None)
+    assert len(ran) > 10 and len(names) == 2 and min(map(calls.count, names)) > 5
 
 
 def test_a_reused_prefix_changes_no_token(drafting):

@@ -31,6 +31,7 @@ class MTPHead(nn.Module):
     def __init__(self, spec: ModelSpec, build: LayerContext, block: nn.Module) -> None:
         super().__init__()
         size, eps, is_centered = spec.hidden_size, spec.norm_eps, spec.zero_centered_norms
+        self.hidden_size = self.read_size = size
         self.embed_norm = RMSNorm(size, eps, build, zero_centered=is_centered)
         self.hidden_norm = RMSNorm(size, eps, build, zero_centered=is_centered)
         self.proj = _PlainLinear((whole(size),), whole(2 * size), bias=False, build=build)

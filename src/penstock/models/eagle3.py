@@ -94,6 +94,7 @@ class Eagle3Head(nn.Module):
     def __init__(self, spec: Eagle3Spec, build: LayerContext) -> None:
         super().__init__()
         size = spec.model.hidden_size
+        self.hidden_size, self.read_size = size, NUM_CAPTURED * size
         self.fc = Linear((whole(size),), whole(NUM_CAPTURED * size), bias=False, build=build)
         self.midlayer = _Block(spec.model, build)
         self.final_norm = ResidualNorm(size, spec.model.norm_eps, build)

@@ -51,6 +51,7 @@ def capture_graphs(
             runner.decode_step(max_kv_len), config.graph_batch_sizes, config.graph_padding, rows
         )
         graphs.capture(pool)
+        runner.capture_drafter(pool, config, max_kv_len)
         runner.use_graphs(graphs, prompt_graphs, when_idle)
         taken = torch.cuda.memory_reserved() - before
     _log.info("graphs took %.2f GiB, %.2f GiB were planned", taken / 2**30, planned_bytes / 2**30)

@@ -24,6 +24,7 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.mtp import MTPHead
 from penstock.models.eagle3 import Eagle3Head
 from penstock.runtime.drafter_inputs import DraftStep
+from penstock.runtime.graphs import GraphPool
 from penstock.runtime.head_drafter import HeadDrafter
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.model_drafter import ModelDrafter
@@ -34,6 +35,11 @@ from penstock.types.step import RowJoin
 class Drafter(Protocol):
     max_drafts: int  # K
     follows_steps: bool  # it is told of every step, and what the model computed in it
+
+    def capture(
+        self, pool: GraphPool, sizes: tuple[int, ...], may_pad: bool, max_kv_len: int
+    ) -> None:
+        """CUDA graphs of what it runs behind steps of decodes, of so many tokens."""
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows held is gone."""
@@ -46,17 +52,18 @@ class Drafter(Protocol):
 def make_drafter(
     config: RunConfig, model: Decoder, rows: Rows, device: torch.device
 ) -> Drafter | None:
+    dtype = getattr(torch, config.dtype)
     match config.drafting:
         case NGramDrafting() as drafting:
             return NGramDrafter(config.max_batch_size, config.max_seq_len, drafting, device)
         case MTPDrafting(max_drafts=max_drafts):
             assert isinstance(model.draft_head, MTPHead)
             best = lambda x_ND: model.logits(x_ND).argmax(-1)  # noqa: E731
-            return HeadDrafter(model.embedded, model.draft_head, best, rows, max_drafts)
+            return HeadDrafter(model.embedded, model.draft_head, best, rows, max_drafts, dtype)
         case EagleDrafting(max_drafts=max_drafts):
             head = model.draft_head
             assert isinstance(head, Eagle3Head)
-            return HeadDrafter(model.embedded, head, head.best, rows, max_drafts)
+            return HeadDrafter(model.embedded, head, head.best, rows, max_drafts, dtype)
         case ModelDrafting(max_drafts=max_drafts):
             assert isinstance(model.draft_head, Decoder)
             return ModelDrafter(model.draft_head, rows, max_drafts)

@@ -11,7 +11,7 @@ tokens, for steps of a few prompts whose launches would take longer than the wor
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 GraphStep = Callable[[Tensor], Outputs]
 """From `decode_inputs`, or from a step of chunks as `Rows` packs it; builds everything on the
 device and waits for nothing."""
+T = TypeVar("T")
 CHUNK_ENTRIES = 4  # of a captured step of chunks; the last one is padding
 
 
@@ -57,19 +58,33 @@ class GraphPool:
         self, step: GraphStep, inputs: Tensor, warmup: AbstractContextManager[None] | None = None
     ) -> "Captured":
         """`warmup`: what to run the step in once before, where that may be less than all of it."""
+        graph, outputs = self._capture(lambda: step(inputs), warmup)
+        logits_NV, kv_lens_N, rows_N, hidden_TE = outputs
+        if hidden_TE is not None:
+            hidden_TE = _borrowed(hidden_TE)
+        return Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N, hidden_TE))
+
+    def capture_call(
+        self, run: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]
+    ) -> "CapturedCall":
+        """The same of anything; inputs and outputs keep their memory."""
+        graph, outputs = self._capture(lambda: run(*inputs), None)
+        return CapturedCall(graph, inputs, outputs)
+
+    def _capture(
+        self, run: Callable[[], T], warmup: AbstractContextManager[None] | None
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
         self._stream.wait_stream(torch.cuda.current_stream())  # which may still write the inputs
         with torch.cuda.stream(self._stream), warmup or nullcontext():
-            step(inputs)  # compiles kernels and grows workspaces outside the capture
+            run()  # compiles kernels and grows workspaces outside the capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Thread-local: a collective's watchdog thread may ask for its events meanwhile.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            logits_NV, kv_lens_N, rows_N, hidden_TD = step(inputs)
-        if hidden_TD is not None:
-            hidden_TD = _borrowed(hidden_TD)
-        return Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N, hidden_TD))
+            outputs = run()
+        return graph, outputs
 
 
 class _Memory:
@@ -101,6 +116,17 @@ class Captured:
         """The next replay, of any graph of the pool, overwrites the logits and hidden states, in
         stream order."""
         self.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
+        self.graph.replay()
+        return self.outputs
+
+
+@dataclass(slots=True)
+class CapturedCall:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]  # the caller writes into them
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> tuple[Tensor, ...]:
         self.graph.replay()
         return self.outputs
 
@@ -180,7 +206,7 @@ class ChunkGraphs:
             picked: slice | Tensor = slice(len(sampling))
         else:
             picked = to_device(sampling, self._rows.device)
-        logits_NV, kv_lens_N, rows_N, hidden_TD = outputs
-        if hidden_TD is not None:
-            hidden_TD = hidden_TD[: int(plan.num_tokens.sum())]
-        return logits_NV[picked], kv_lens_N[picked], rows_N[picked], hidden_TD
+        logits_NV, kv_lens_N, rows_N, hidden_TE = outputs
+        if hidden_TE is not None:
+            hidden_TE = hidden_TE[: int(plan.num_tokens.sum())]
+        return logits_NV[picked], kv_lens_N[picked], rows_N[picked], hidden_TE

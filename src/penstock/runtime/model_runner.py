@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.config.run import RunConfig
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.transfer import start_copy_to_host
 from penstock.layers.decoder import Decoder
@@ -23,7 +24,14 @@ from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.drafter import Drafter
 from penstock.runtime.drafter_inputs import DraftStep, FedTokens
-from penstock.runtime.graphs import CHUNK_ENTRIES, DecodeGraphs, GraphStep, Outputs, PromptGraphs
+from penstock.runtime.graphs import (
+    CHUNK_ENTRIES,
+    DecodeGraphs,
+    GraphPool,
+    GraphStep,
+    Outputs,
+    PromptGraphs,
+)
 from penstock.runtime.input_batch import Rows, StepInputs, fed_tokens
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
@@ -161,6 +169,11 @@ class ModelRunner:
         self._graphs = graphs
         self._prompt_graphs = prompt_graphs
         self.when_idle = when_idle
+
+    def capture_drafter(self, pool: GraphPool, config: RunConfig, max_kv_len: int) -> None:
+        if self._drafter is not None:
+            sizes, may_pad = config.graph_batch_sizes, config.graph_padding
+            self._drafter.capture(pool, sizes, may_pad, max_kv_len)
 
     def use_cpu_graphs(self, max_kv_len: int) -> None:
         if self._is_followed:  # they give logits alone

@@ -16,6 +16,7 @@ from penstock.config.run import NGramDrafting
 from penstock.kernels.ngram import ngram_drafts
 from penstock.kernels.transfer import to_device
 from penstock.runtime.drafter_inputs import DraftStep
+from penstock.runtime.graphs import GraphPool
 from penstock.types.step import RowJoin
 
 
@@ -30,6 +31,11 @@ class NGramDrafter:
         # Rejected tokens are written, too, behind those that count.
         width = max_seq_len + drafting.max_drafts + 1
         self._history_RT = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
+
+    def capture(
+        self, pool: GraphPool, sizes: tuple[int, ...], may_pad: bool, max_kv_len: int
+    ) -> None:
+        """Nothing: it is one kernel."""
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         for join in joins:
