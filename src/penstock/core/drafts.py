@@ -1,4 +1,4 @@
-"""`DraftLengths`: how many drafted tokens a decode may feed, so that drafting gains time.
+"""`DraftsPerDecode`: how many drafted tokens a decode may feed, so that drafting gains time.
 
 A decode that feeds k drafts gives 1 + s1 + ... + sk tokens, where sj is how often the first j are
 right, by what was seen lately; a step of so many decodes takes as long as was measured at start.
@@ -14,7 +14,7 @@ _NEW_WEIGHT = 0.02  # of one decode in the running mean
 _PROBE_PERIOD, _PROBE_STEPS = 128, 3
 
 
-class DraftLengths:
+class DraftsPerDecode:
     """`costs` None: always the most, in steps of up to `max_decodes`."""
 
     def __init__(self, most: int, max_decodes: float, costs: StepCosts | None) -> None:

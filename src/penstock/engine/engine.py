@@ -12,7 +12,7 @@ from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.core.chunk_limit import ChunkLimit
-from penstock.core.drafts import DraftLengths
+from penstock.core.drafts import DraftsPerDecode
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop
@@ -120,7 +120,7 @@ class Engine:
         sizes = zip(loaded.groups, cache.num_blocks, strict=True)
         groups = [cache_group(group, num, config) for group, num in sizes]
         chunk_limit = ChunkLimit(config.tokens_beside_decodes, config.max_num_tokens)
-        drafts = DraftLengths(config.max_drafts, config.max_drafting_decodes, runner.costs)
+        drafts = DraftsPerDecode(config.max_drafts, config.max_drafting_decodes, runner.costs)
         self.scheduler = Scheduler(
             config,
             [KVManager(groups, cache.num_host_blocks)],

@@ -23,7 +23,7 @@ from penstock.config.run import (
 from penstock.layers.decoder import Decoder
 from penstock.layers.mtp import MTPHead
 from penstock.models.eagle3 import Eagle3Head
-from penstock.runtime.drafter_inputs import DraftStep
+from penstock.runtime.drafter_inputs import DrafterInputs
 from penstock.runtime.graphs import GraphPool
 from penstock.runtime.head_drafter import HeadDrafter
 from penstock.runtime.input_batch import Rows
@@ -44,7 +44,7 @@ class Drafter(Protocol):
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows held is gone."""
 
-    def draft(self, step: DraftStep) -> Tensor:
+    def draft(self, step: DrafterInputs) -> Tensor:
         """int64 [N, K]: tokens to follow the new ones, negative where there are none. Where none
         are worth it, the drafter only keeps up. Nothing waits for the device."""
 

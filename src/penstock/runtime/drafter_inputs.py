@@ -23,7 +23,7 @@ class FedTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftStep:
+class DrafterInputs:
     """Row i has gained the first `num_accepted_N[i]` of its tokens, from `indices_N[i]` on."""
 
     rows_N: Tensor  # int64

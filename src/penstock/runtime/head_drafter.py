@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.runtime.draft_graphs import TokenGraphs, columns, tokens_of
-from penstock.runtime.drafter_inputs import DraftStep, FedTokens
+from penstock.runtime.drafter_inputs import DrafterInputs, FedTokens
 from penstock.runtime.graphs import GraphPool
 from penstock.runtime.input_batch import Rows
 from penstock.types.step import RowJoin
@@ -80,7 +80,7 @@ class HeadDrafter:
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Nothing is kept by row: a prompt passes through the head as through the model."""
 
-    def draft(self, step: DraftStep) -> Tensor:
+    def draft(self, step: DrafterInputs) -> Tensor:
         assert step.fed is not None
         most = step.most_drafts(self.max_drafts)
         drafts_NK = step.rows_N.new_full((len(step.rows_N), self.max_drafts), -1)

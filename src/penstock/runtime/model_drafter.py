@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.decoder import Decoder
 from penstock.runtime.draft_graphs import TokenGraphs, columns, tokens_of
-from penstock.runtime.drafter_inputs import DraftStep
+from penstock.runtime.drafter_inputs import DrafterInputs
 from penstock.runtime.graphs import GraphPool
 from penstock.runtime.input_batch import Rows
 from penstock.types.step import RowJoin
@@ -53,7 +53,7 @@ class ModelDrafter:
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Nothing is kept by row: a prompt passes through it as through the model."""
 
-    def draft(self, step: DraftStep) -> Tensor:
+    def draft(self, step: DrafterInputs) -> Tensor:
         assert step.fed is not None
         self._keep_up(step.fed.batch)
         drafts_NK = step.rows_N.new_full((len(step.rows_N), self.max_drafts), -1)

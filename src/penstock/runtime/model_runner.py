@@ -23,7 +23,7 @@ from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.drafter import Drafter
-from penstock.runtime.drafter_inputs import DraftStep, FedTokens
+from penstock.runtime.drafter_inputs import DrafterInputs, FedTokens
 from penstock.runtime.graphs import (
     CHUNK_ENTRIES,
     DecodeGraphs,
@@ -351,7 +351,7 @@ class ModelRunner:
         indices_N: Tensor,
         token_ids_L: Tensor,
         accepted: Accepted | None = None,
-    ) -> DraftStep:
+    ) -> DrafterInputs:
         if accepted is None:
             accepted = Accepted(token_ids_L[:, None], torch.ones_like(token_ids_L))
         fed = None
@@ -375,7 +375,7 @@ class ModelRunner:
                 next_ids_T=next_ids_T,
                 last_N=first_N + accepted.num_accepted_N - 1,
             )
-        return DraftStep(
+        return DrafterInputs(
             rows_N=rows_N,
             indices_N=indices_N,
             token_ids_NW=accepted.token_ids_NW,

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.config.run import NGramDrafting
 from penstock.kernels.ngram import ngram_drafts
 from penstock.kernels.transfer import to_device
-from penstock.runtime.drafter_inputs import DraftStep
+from penstock.runtime.drafter_inputs import DrafterInputs
 from penstock.runtime.graphs import GraphPool
 from penstock.types.step import RowJoin
 
@@ -44,7 +44,7 @@ class NGramDrafter:
                 to_device(token_ids, self._history_RT.device), non_blocking=True
             )
 
-    def draft(self, step: DraftStep) -> Tensor:
+    def draft(self, step: DrafterInputs) -> Tensor:
         width, device = step.token_ids_NW.shape[1], step.rows_N.device
         at_NW = step.indices_N.long()[:, None] + torch.arange(width, device=device)
         self._history_RT[step.rows_N.long()[:, None], at_NW] = step.token_ids_NW.int()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.drafts import DraftLengths
+from penstock.core.drafts import DraftsPerDecode
 from penstock.runtime.profile_steps import decodes_of
 from penstock.types.step import StepResult
 from penstock.types.step_costs import StepCosts
@@ -32,20 +32,20 @@ def ended(num_decodes: int, num_drafts: int, num_right: list[int]):
 
 
 def test_a_lone_decode_drafts_all_it_can_and_a_large_batch_nothing():
-    lengths = DraftLengths(MOST, np.inf, COSTS)
+    lengths = DraftsPerDecode(MOST, np.inf, COSTS)
     assert lengths.most(1) == MOST
     assert lengths.most(256) == 0
 
 
 def test_without_costs_the_length_is_fixed_up_to_max_concurrency():
-    lengths = DraftLengths(MOST, 4, None)
+    lengths = DraftsPerDecode(MOST, 4, None)
     for _ in range(50):
         lengths.observe(*ended(4, MOST, [0] * 4))
     assert lengths.most(4) == MOST and lengths.most(5) == 0
 
 
 def test_wrong_drafts_end_drafting_but_for_probes_and_right_ones_bring_it_back():
-    lengths = DraftLengths(MOST, np.inf, COSTS)
+    lengths = DraftsPerDecode(MOST, np.inf, COSTS)
     for _ in range(100):
         lengths.observe(*ended(8, MOST, [0] * 8))
     seen = [lengths.most(8) for _ in range(256)]
@@ -56,7 +56,7 @@ def test_wrong_drafts_end_drafting_but_for_probes_and_right_ones_bring_it_back()
 
 
 def test_only_the_places_that_are_right_are_drafted():
-    lengths = DraftLengths(MOST, np.inf, COSTS)
+    lengths = DraftsPerDecode(MOST, np.inf, COSTS)
     for _ in range(100):
         lengths.observe(*ended(16, MOST, [1] * 16))
     assert lengths.most(16) == 1
@@ -73,7 +73,7 @@ def test_what_is_chosen_is_expected_to_be_no_slower(rights, steps, num_decodes):
         max_drafts=MOST, decodes=(1, 16, 256), plain=tuple(plain), drafting=tuple(drafting),
         full=tuple(full),
     )  # fmt: skip
-    lengths = DraftLengths(MOST, np.inf, costs)
+    lengths = DraftsPerDecode(MOST, np.inf, costs)
     for right in rights:
         lengths.observe(*ended(4, MOST, right))
     chosen = lengths.most(num_decodes)
