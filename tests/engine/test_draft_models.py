@@ -14,7 +14,7 @@ from draft_models import (
     make_eagle3_checkpoint,
     make_mtp_checkpoint,
 )
-from graph_steps import Repeats
+from graph_steps import Repeats, mixed_graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_engine import LocalEngine
@@ -22,7 +22,8 @@ from tiny_models import make_checkpoint
 
 from penstock.errors import ConfigError
 from penstock.runtime.draft_graphs import TokenGraphs
-from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs
+from penstock.runtime.graphs import DecodeGraphs
+from penstock.types.step import FROM_DEVICE
 
 MAX_DRAFTS = 3
 PROMPTS = [
@@ -160,11 +161,8 @@ def test_steps_replay_graphs_and_drafts_follow_from_their_hidden_states(drafting
     runner, ran = drafting.runner, []
     decodes = DecodeGraphs(runner.decode_step(96), (2, 6, 12), True, runner._rows)
     decodes.capture(Repeats())
-    prompts = None
-    if all(layer.captures_chunks for layer in runner._model.cache_layers()):
-        prompts = ChunkGraphs(runner.chunk_step(96), (8, 16, 24), runner._rows)
-        prompts.capture(Repeats())
-    for graphs in filter(None, (decodes, prompts)):
+    prompts = mixed_graphs(runner, 96)
+    for graphs in (decodes, prompts):
         replay = graphs.replay
         graphs.replay = lambda *args, replay=replay: ran.append(args) or replay(*args)
     drafter, calls = drafting.watched.drafter, []
@@ -178,10 +176,39 @@ def test_steps_replay_graphs_and_drafts_follow_from_their_hidden_states(drafting
     try:
         drafting.check()
     finally:
-        runner._graphs = runner._prompt_graphs = None
+        runner._graphs = runner._mixed_graphs = None
         for name in names:
             setattr(drafter, name, None)
     assert len(ran) > 10 and len(names) == 2 and min(map(calls.count, names)) > 5
+
+
+def test_drafts_beside_prompts_replay_graphs(drafting):
+    """The same stand-in, and a cache with room for all."""
+    folder = drafting.engine.engine.config.model_path
+    engine = LocalEngine(
+        folder, speculative_config=drafting.asked, **COMMON, kv_cache_config={"max_tokens": 512},
+        disable_overlap_scheduler=False,
+    )  # fmt: skip
+    runner, found = engine.loop._executor._runner, []
+    watched = runner._drafter = Watched(runner._drafter)
+    watched.script = lambda position: position % 4
+    decodes = DecodeGraphs(runner.decode_step(96), (12,), True, runner._rows)
+    decodes.capture(Repeats())
+    mixed = mixed_graphs(runner, 96)
+    replay = mixed.replay
+    mixed.replay = lambda plan: found.append(int(plan.starts.min())) or replay(plan)
+    runner.use_graphs(decodes, mixed)
+    asked = list(zip(PROMPTS, SAMPLINGS, drafting.expected, strict=True))
+    for prompt, sampling, expected in asked * 2:
+        rid = engine.submit(prompt, NUM_TOKENS, **sampling)
+        watched.of_request[rid] = prompt + expected
+        for _ in range(6):  # those before have begun to decode
+            engine.turn()
+    engine.run()
+    ids = list(watched.of_request)
+    assert [engine.tokens(rid) for rid in ids] == [expected for *_, expected in asked * 2]
+    has_states = not all(runner._rows._is_paged)
+    assert found and (min(found) < FROM_DEVICE) == (not has_states)
 
 
 def test_a_reused_prefix_changes_no_token(drafting):

@@ -42,9 +42,9 @@ class LogitTap:
         runner = engine.loop._executor._runner
         inner = runner._sampler.sample
 
-        def sample(logits, rows, rows_L, kv_lens_L):
+        def sample(logits, *args):
             self.rows.append(logits.float().clone())
-            return inner(logits, rows, rows_L, kv_lens_L)
+            return inner(logits, *args)
 
         runner._sampler.sample = sample
 

@@ -16,7 +16,6 @@ from tiny_models import make_checkpoint
 
 from penstock.runtime import capture
 from penstock.runtime.capture import capture_graphs
-from penstock.runtime.graphs import ChunkGraphs
 from penstock.runtime.mixed_graphs import MixedGraphs
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.step_layout import StepShape
@@ -55,7 +54,7 @@ def with_graphs(runner: ModelRunner, max_prefix: int | None = None) -> MixedGrap
     graphs.capture()
     while graphs.capture_next():
         pass
-    runner._prompt_graphs = graphs
+    runner._mixed_graphs = graphs
     return graphs
 
 
@@ -184,7 +183,7 @@ def test_a_rank_that_is_asked_to_captures_mixes_in_place_of_prompts(
     model, rows, timeline = runner._model, runner._rows, Timeline()
     capture_graphs(runner, rows, model, config, 64, 0, timeline)
     assert timeline.phases[-1][0] == "capture 4 graphs"
-    graphs = runner._prompt_graphs
+    graphs = runner._mixed_graphs
     assert list(graphs._captured) == [StepShape(0, 16), StepShape(8, 32)]
     for _ in range(4):
         runner.when_idle()
@@ -197,9 +196,9 @@ def test_a_rank_that_is_asked_to_captures_mixes_in_place_of_prompts(
         runner.forward(plan_of(number, text, parts, blocks_each(runner)))
         assert runner.sample(number, LateInputs()).wait().ran_as is RanAs.GRAPH
 
-    without = make_runner(tmp_path)  # not asked: as before, prompts alone and no latent attention
+    without = make_runner(tmp_path)  # not asked: prompts alone
     config = replace(config, graph_mixes=(), graph_mixes_when_idle=())
     capture_graphs(without, without._rows, without._model, config, 64, 0, timeline)
-    kind = type(None) if architecture == "deepseek_v3" else ChunkGraphs
-    assert type(without._prompt_graphs) is kind
+    assert list(without._mixed_graphs._captured) == [StepShape(0, 16)]
     without.when_idle()
+    assert list(without._mixed_graphs._captured) == [StepShape(0, 16)]

@@ -27,8 +27,8 @@ class SchedulerConfig(StrictModel):
         None,
         "Most prompt tokens in a step that also decodes, so that streams do not stop for a long "
         "prompt; one without decodes has max_num_tokens. null: on a CPU as many as take about 0.6 "
-        "s, by the measured time of steps, and 256 at least; on a GPU max_num_tokens, and with "
-        "cuda_graph_config.enable_mixed 512, for which there are graphs.",
+        "s, by the measured time of steps, and 256 at least; on a GPU 512, for which there are "
+        "graphs, and max_num_tokens without cuda_graph_config.enable_mixed.",
         ge=1,
         le=1 << 20,
         status="beta",

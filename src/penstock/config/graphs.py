@@ -54,17 +54,16 @@ class CudaGraphConfig(StrictModel):
     )
 
     enable_mixed: bool = setting(
-        False,
+        True,
         "Capture steps that mix decodes and prompt tokens, too: up to 512 of each, 15 prompts; "
-        "about 29 graphs at start, about 48 more while the server is idle. Prompts of latent "
-        "attention run in graphs, too. Has not run on a GPU yet: until it is measured the default "
-        "is off, and such steps run without a graph.",
-        status="prototype",
+        "about 29 graphs at start, about 48 more while the server is idle. Needs enable_padding; "
+        "without that there are none.",
     )
 
     @model_validator(mode="after")
     def _mixes_are_padded(self) -> "CudaGraphConfig":
-        if self.enable_mixed and not self.enable_padding:
+        is_asked = self.enable_mixed and "enable_mixed" in self.model_fields_set
+        if is_asked and not self.enable_padding:
             raise ValueError(
                 "enable_mixed pads steps to the next captured one, but enable_padding is false; "
                 "leave one of the two out"
@@ -97,7 +96,7 @@ class CudaGraphConfig(StrictModel):
 
     def mixes(self, max_rows: int, max_num_tokens: int) -> tuple[tuple[Mix, ...], tuple[Mix, ...]]:
         """What to capture at start and what later, each with the largest step first."""
-        if not self.enable_mixed:
+        if not (self.enable_mixed and self.enable_padding):
             return (), ()
         # Few prompt tokens beside hundreds of decodes may as well be twice as many.
         at_start = {

@@ -494,8 +494,6 @@ def _drafting(
         choices.add("decoding_type", (kind, why))
     max_drafts, most = asked.max_draft_len or DRAFT_LENS[kind], asked.max_concurrency
     adaptive = asked.adaptive_draft_len
-    if kind != "NGram":
-        _check_mixed(config, kind)
     if kind == "MTP":
         if not num_heads:
             raise ConfigError(
@@ -531,15 +529,6 @@ def _drafting(
         max_size=asked.max_matching_ngram_size,
         use_oldest=asked.is_keep_all and asked.is_use_oldest,
     )
-
-
-def _check_mixed(config: EngineConfig, kind: str) -> None:
-    graphs = config.cuda_graph_config
-    if graphs is not None and graphs.enable_mixed:
-        raise ConfigError(
-            f"cuda_graph_config.enable_mixed cannot be combined with decoding_type {kind}: such "
-            "graphs keep no hidden states; leave one of the two out"
-        )
 
 
 def _check_draft_model(draft: DraftModel, spec: ModelSpec) -> None:

@@ -10,8 +10,8 @@ from penstock.types.cache_spec import CacheSpec
 
 class CachedLayer(nn.Module, ABC):
     group = 0  # of layers that remember alike; tells its blocks in a batch
-    captures_chunks = True  # a CUDA graph may hold a step of prompts: it looks at no host numbers
-    max_captured_prefix: int | None = None  # cached tokens before such a chunk; None: any number
+    # Cached tokens before a chunk that a CUDA graph holds; None: any number.
+    max_captured_prefix: int | None = None
 
     @abstractmethod
     def cache_spec(self) -> CacheSpec: ...

@@ -37,8 +37,6 @@ _NORM_EPS = 1e-6  # of the latents' norms, whatever the model's other norms have
 class LatentAttention(CachedLayer):
     """`scale` multiplies the scores."""
 
-    # Chunks in graphs have not been measured on a GPU: only `enable_mixed` captures them.
-    captures_chunks = False
     # Behind a longer prefix pieces of expanded keys and values are faster than absorbed queries.
     max_captured_prefix = PIECE_TOKENS
 

@@ -1,13 +1,11 @@
 """Captures the CUDA graphs of a rank and hands them to its runner."""
 
-from collections.abc import Callable
-
 import torch
 
 from penstock import log
 from penstock.config.run import RunConfig
 from penstock.layers.decoder import Decoder
-from penstock.runtime.graphs import ChunkGraphs, DecodeGraphs, GraphPool, PromptGraphs
+from penstock.runtime.graphs import DecodeGraphs, GraphPool
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.mixed_graphs import MixedGraphs, shapes_at_start, shapes_when_idle
 from penstock.runtime.model_runner import ModelRunner
@@ -15,11 +13,6 @@ from penstock.runtime.timeline import Timeline
 
 _log = log.get(__name__)
 _LEAST_FREE_BYTES = 1 << 30  # on the device, for a graph that can wait
-
-
-def captures_chunks(model: Decoder) -> bool:
-    """Whether every layer can run a chunk of a prompt in a graph."""
-    return all(layer.captures_chunks for layer in model.cache_layers())
 
 
 def capture_graphs(
@@ -32,27 +25,19 @@ def capture_graphs(
     timeline: Timeline,
 ) -> None:
     """Graphs of the largest step first: the smaller ones live in its memory."""
-    has_prompts = bool(config.graph_mixes) or captures_chunks(model)
-    token_sizes = config.graph_token_sizes if has_prompts else ()
-    num_graphs = len(config.graph_batch_sizes) + len(token_sizes) + len(config.graph_mixes)
+    num_graphs = len(config.graph_batch_sizes) + len(shapes_at_start(config))
     with timeline.phase(f"capture {num_graphs} graphs"):
         before, pool = torch.cuda.memory_reserved(), GraphPool()
-        prompt_graphs: PromptGraphs | None = None
-        when_idle: Callable[[], None] = lambda: None  # noqa: E731
-        if config.graph_mixes:
-            prompt_graphs = mixed = mixed_graphs(runner, rows, model, config, max_kv_len, pool)
-            mixed.capture()
-            if config.tp_size == 1:  # ranks would have to capture at the same time
-                when_idle = IdleCapture(mixed).turn
-        elif token_sizes:
-            prompt_graphs = chunks = ChunkGraphs(runner.chunk_step(max_kv_len), token_sizes, rows)
-            chunks.capture(pool)
+        mixed = mixed_graphs(runner, rows, model, config, max_kv_len, pool)
+        mixed.capture()
         graphs = DecodeGraphs(
             runner.decode_step(max_kv_len), config.graph_batch_sizes, config.graph_padding, rows
         )
         graphs.capture(pool)
         runner.capture_drafter(pool, config, max_kv_len)
-        runner.use_graphs(graphs, prompt_graphs, when_idle)
+        runner.use_graphs(graphs, mixed)
+        if config.tp_size == 1:  # ranks would have to capture at the same time
+            runner.when_idle = IdleCapture(mixed).turn
         taken = torch.cuda.memory_reserved() - before
     _log.info("graphs took %.2f GiB, %.2f GiB were planned", taken / 2**30, planned_bytes / 2**30)
 

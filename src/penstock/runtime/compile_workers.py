@@ -31,8 +31,6 @@ from penstock.kernels.device import probe
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cache_groups import group_layers
-from penstock.runtime.capture import captures_chunks
-from penstock.runtime.graphs import chunk_inputs
 from penstock.runtime.mixed_graphs import all_shapes
 from penstock.runtime.model_loader import load_model, most_weight_bytes
 from penstock.runtime.profile_steps import eager_decodes, eager_sizes
@@ -62,8 +60,7 @@ class WarmupPart:
     has_sampling: bool = False
     eager_sizes: tuple[int, ...] = ()  # tokens of prefill steps
     batch_sizes: tuple[int, ...] = ()  # of decode steps, in graphs or not
-    token_sizes: tuple[int, ...] = ()  # of graphs of prefill steps
-    shapes: tuple[StepShape, ...] = ()  # of graphs of any mix, in place of those
+    shapes: tuple[StepShape, ...] = ()  # of graphs of any mix
 
 
 class CompileTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +128,6 @@ def _warm_up(parts: Sequence[WarmupPart], config: RunConfig, spec: ModelSpec) ->
     groups = group_layers(model.cache_layers(), config)
     cache = trial_cache(config, groups)
     runner, rows = wire_runner(config, spec, model, groups, mesh, device, cache)
-    chunks = runner.chunk_step(config.max_seq_len)
     for part in parts:
         if part.has_steps:
             run_steps(runner, config)
@@ -139,22 +135,13 @@ def _warm_up(parts: Sequence[WarmupPart], config: RunConfig, spec: ModelSpec) ->
         if part.has_sampling:
             warm_up_sampling(model, mesh, device, config, spec)
         run_decodes(runner, model, rows, config.max_seq_len, part.batch_sizes)
-        for size in part.token_sizes if captures_chunks(model) else ():
-            chunks(chunk_inputs(rows, size))
         run_padded(runner, model, rows, config.max_seq_len, part.shapes)
 
 
 def _parts(config: RunConfig) -> list[WarmupPart]:
     """Of about equal length, those with most kernels first. Steps of as many tokens take mostly the
     same kernels, in graphs or not."""
-    token_sizes = () if config.graph_mixes else config.graph_token_sizes
-    prompts = [
-        WarmupPart(
-            eager_sizes=sizes,
-            token_sizes=tuple(n for n in token_sizes if sizes[0] <= n <= sizes[-1]),
-        )
-        for sizes in _slices(eager_sizes(config), 3)
-    ]
+    prompts = [WarmupPart(eager_sizes=sizes) for sizes in _slices(eager_sizes(config), 3)]
     shapes = all_shapes(config)
     mixes = [WarmupPart(shapes=tuple(shapes[i::2])) for i in range(2)] if shapes else []
     batch_sizes = config.graph_batch_sizes + eager_decodes(config)

@@ -1,9 +1,8 @@
 """CUDA graphs: steps captured once per size and replayed with new inputs.
 
 `DecodeGraphs` have a size per number of tokens, drafted ones included, and take row numbers alone
-(and how far a drafted token is behind its row's last one); `ChunkGraphs` have one per number of
-tokens, for steps of a few prompts whose launches would take longer than the work.
-`mixed_graphs.py` has those of any mix, in place of `ChunkGraphs`.
+(and how far a drafted token is behind its row's last one). Steps with prompts are in
+`mixed_graphs.py`.
 """
 
 # N entries of a captured size, L of them with logits, V vocabulary
@@ -11,23 +10,21 @@ tokens, for steps of a few prompts whose launches would take longer than the wor
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.transfer import to_device
-from penstock.runtime.input_batch import Rows, packed_size
-from penstock.types.step import Int32s, StepPlan
+from penstock.runtime.input_batch import Rows
+from penstock.types.step import Int32s
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """logits_NV, kv_lens_N, rows_N as int64; hidden states of all tokens where a drafter reads them"""
 GraphStep = Callable[[Tensor], Outputs]
-"""From `decode_inputs`, or from a step of chunks as `Rows` packs it; builds everything on the
-device and waits for nothing."""
+"""From `decode_inputs`, or from a step as `StepShape` packs it; builds everything on the device and
+waits for nothing."""
 T = TypeVar("T")
-CHUNK_ENTRIES = 4  # of a captured step of chunks; the last one is padding
 
 
 def decode_inputs(rows: Rows, size: int) -> Tensor:
@@ -36,12 +33,6 @@ def decode_inputs(rows: Rows, size: int) -> Tensor:
     inputs = torch.zeros(size * rows.decode_width, dtype=torch.int32, device=rows.device)
     inputs[:size] = rows.padding_row
     return inputs
-
-
-def chunk_inputs(rows: Rows, size: int) -> Tensor:
-    packed = np.zeros(packed_size(CHUNK_ENTRIES, size), np.int32)
-    packed[:CHUNK_ENTRIES] = rows.padding_row
-    return torch.from_numpy(packed).to(rows.device)
 
 
 class GraphPool:
@@ -172,41 +163,3 @@ class DecodeGraphs:
             return None
         size = int(self._sizes[at])
         return size if size == num_entries or self._may_pad else None
-
-
-class PromptGraphs(Protocol):
-    """Of steps with prompts. Outputs are those of the plan's entries that have logits."""
-
-    def fits(self, plan: StepPlan) -> bool: ...
-
-    def replay(self, plan: StepPlan) -> Outputs: ...
-
-
-class ChunkGraphs:
-    def __init__(self, step: GraphStep, sizes: tuple[int, ...], rows: Rows) -> None:
-        self._step = step
-        self._sizes = np.array(sorted(sizes), np.int64)
-        self._rows = rows
-        self._captured: dict[int, Captured] = {}
-
-    def capture(self, pool: GraphPool) -> None:
-        for size in self._sizes[::-1].tolist():
-            self._captured[size] = pool.capture(self._step, chunk_inputs(self._rows, size))
-
-    def fits(self, plan: StepPlan) -> bool:
-        is_small = int(plan.num_tokens.sum()) <= self._sizes[-1]
-        return plan.num_decodes == 0 and plan.num_entries < CHUNK_ENTRIES and is_small
-
-    def replay(self, plan: StepPlan) -> Outputs:
-        size = int(self._sizes[np.searchsorted(self._sizes, int(plan.num_tokens.sum()))])
-        captured = self._captured[size]
-        outputs = captured.replay(self._rows.pack_chunks(plan, CHUNK_ENTRIES, size))
-        sampling = np.flatnonzero(plan.num_logit_rows)
-        if len(sampling) == plan.num_entries:  # the first of the graph's
-            picked: slice | Tensor = slice(len(sampling))
-        else:
-            picked = to_device(sampling, self._rows.device)
-        logits_NV, kv_lens_N, rows_N, hidden_TE = outputs
-        if hidden_TE is not None:
-            hidden_TE = hidden_TE[: int(plan.num_tokens.sum())]
-        return logits_NV[picked], kv_lens_N[picked], rows_N[picked], hidden_TE

@@ -38,15 +38,6 @@ def all_to_device(arrays: list[Int32s], device: torch.device) -> list[Tensor]:
     return [on_device[place] for place in places]
 
 
-def packed_size(num_entries: int, num_tokens: int) -> int:
-    """Of what `Rows.pack_chunks` packs."""
-    return 4 * num_entries + 1 + 3 * num_tokens
-
-
-def packed_tokens(size: int, num_entries: int) -> int:
-    return (size - 4 * num_entries - 1) // 3
-
-
 def _filled(array: Int32s, size: int, value: int) -> Int32s:
     filled = np.full(size, value, np.int32)
     filled[: len(array)] = array
@@ -59,6 +50,28 @@ def fed_tokens(plan: StepPlan) -> tuple[Int32s, Int32s]:
     firsts = np.cumsum(fed) - fed
     offsets = np.arange(int(fed.sum()), dtype=np.int32) - np.repeat(firsts, fed)
     return np.repeat(plan.rows[: plan.num_decodes], fed), offsets.astype(np.int32)
+
+
+def by_token(plan: StepPlan) -> StepPlan:
+    """The step with every token that decodes feed as a decode of its own; `starts` say how far it
+    is behind its row's last token: FROM_DEVICE less that."""
+    num_decodes = plan.num_decodes
+    rows, offsets = fed_tokens(plan)
+    fed, ones = plan.num_tokens[:num_decodes], np.ones_like(rows)
+    return replace(
+        plan,
+        dp_ranks=np.append(
+            np.repeat(plan.dp_ranks[:num_decodes], fed), plan.dp_ranks[num_decodes:]
+        ),
+        rows=np.append(rows, plan.rows[num_decodes:]),
+        starts=np.append(FROM_DEVICE - offsets, plan.starts[num_decodes:]),
+        num_tokens=np.append(ones, plan.num_tokens[num_decodes:]),
+        num_logit_rows=np.append(ones, plan.num_logit_rows[num_decodes:]),
+        max_kv_lens=np.append(
+            np.repeat(plan.max_kv_lens[:num_decodes], fed), plan.max_kv_lens[num_decodes:]
+        ),
+        num_decodes=len(rows),
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,13 +129,16 @@ class Rows:
             own = growth.groups == group
             if not own.any():
                 continue
-            rows, indices, block_ids = all_to_device(
-                [growth.rows[own], growth.indices[own], growth.block_ids[own]], self.device
+            places = growth.rows[own].astype(np.int64) * table_RM.shape[1] + growth.indices[own]
+            packed = np.concatenate((places.view(np.int32), growth.block_ids[own]))  # one copy
+            places_and_ids, num_places = to_device(packed, self.device), 2 * len(places)
+            table_RM.view(-1).index_copy_(
+                0, places_and_ids[:num_places].view(torch.int64), places_and_ids[num_places:]
             )
-            table_RM.index_put_((rows.long(), indices.long()), block_ids)
 
-    def build(self, plan: StepPlan) -> StepInputs:
-        """The tensors of a step with any mix of prompt chunks and decodes."""
+    def build(self, plan: StepPlan, *, is_grown: bool = False) -> StepInputs:
+        """The tensors of a step with any mix of prompt chunks and decodes. `is_grown`: once more,
+        rows are as long as the step made them."""
         sampling = np.flatnonzero(plan.num_logit_rows).astype(np.int32)
         arrays = self._host_arrays(plan, plan.num_entries, int(plan.num_tokens.sum()))
         *tensors, sampling_L = all_to_device([*arrays, sampling], self.device)
@@ -132,6 +148,7 @@ class Rows:
             max_query_len=int(plan.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[plan.num_decodes :].tolist()),
+            is_grown=is_grown,
         )
         sampling_rows = sampling_L.long()
         return StepInputs(
@@ -142,38 +159,30 @@ class Rows:
             logit_index_L=(batch.query_starts_N1[1:].long() - 1)[sampling_rows],
         )
 
-    def build_drafted(self, plan: StepPlan) -> StepInputs:
+    def build_drafted(self, plan: StepPlan, *, is_grown: bool = False) -> StepInputs:
         """The same where a decode has drafts: each of its tokens is an entry of the batch."""
         num_decodes, counts = plan.num_decodes, plan.num_tokens
         fed, num_fed = counts[:num_decodes], int(counts[:num_decodes].sum())
         num_single, ends = int((fed == 1).sum()), np.cumsum(counts)
-        _, offsets = fed_tokens(plan)
-        by_token = replace(
-            plan,
-            rows=np.concatenate((np.repeat(plan.rows[:num_decodes], fed), plan.rows[num_decodes:])),
-            starts=np.append(np.full(num_fed, FROM_DEVICE, np.int32), plan.starts[num_decodes:]),
-            num_tokens=np.append(np.ones(num_fed, np.int32), counts[num_decodes:]),
-            num_decodes=num_fed,
-        )
+        tokens = by_token(plan)
         sampling = np.flatnonzero(plan.num_logit_rows)
         sampling_chunks = sampling[sampling >= num_decodes]
-        *tensors, offsets_N, starts_E1, logit_index_L, rows_L = all_to_device(
+        *tensors, starts_E1, logit_index_L, rows_L = all_to_device(
             [
-                *self._host_arrays(by_token, by_token.num_entries, int(ends[-1])),
-                _filled(offsets, by_token.num_entries, 0),
+                *self._host_arrays(tokens, tokens.num_entries, int(ends[-1])),
                 np.append(0, ends),
                 np.append(np.arange(num_fed), ends[sampling_chunks] - 1),
-                np.append(by_token.rows[:num_fed], plan.rows[sampling_chunks]),
+                np.append(tokens.rows[:num_fed], plan.rows[sampling_chunks]),
             ],
             self.device,
         )
         batch = self._batch(
             tensors,
             num_decodes=num_fed,
-            max_query_len=int(by_token.num_tokens.max()),
+            max_query_len=int(tokens.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[num_decodes:].tolist()),
-            offsets_N=offsets_N,
+            is_grown=is_grown,
             drafted=None
             if all(self._is_paged)
             else DraftedSpans(
@@ -188,7 +197,7 @@ class Rows:
             batch=batch,
             rows_L=rows_L.long(),
             kv_lens_L=batch.positions_T[logit_index].int() + 1,
-            rows=np.append(by_token.rows[:num_fed], plan.rows[sampling_chunks]),
+            rows=np.append(tokens.rows[:num_fed], plan.rows[sampling_chunks]),
             logit_index_L=logit_index,
             drafted=self.drafted_rows(plan),
         )
@@ -199,18 +208,6 @@ class Rows:
         rows_N = to_device(plan.rows[sampling], self.device).long()
         most = int(plan.num_tokens[: plan.num_decodes].max()) - 1
         return DraftedRows(plan.num_logit_rows[sampling], self.drafts_RK[rows_N, :most])
-
-    def pack_chunks(self, plan: StepPlan, num_entries: int, num_tokens: int) -> Int32s:
-        """A step of prompt chunks alone, as `chunk_batch` reads it; both numbers with padding, of
-        which there is one entry at least."""
-        assert plan.num_decodes == 0 and plan.num_entries < num_entries, plan
-        return np.concatenate(self._host_arrays(plan, num_entries, num_tokens))
-
-    def chunk_batch(self, packed: Tensor, num_entries: int, max_kv_len: int) -> ForwardBatch:
-        """The packed step of `pack_chunks`, built on the device."""
-        num_tokens = packed_tokens(packed.shape[0], num_entries)
-        tensors = packed.split([num_entries] * 3 + [num_entries + 1] + [num_tokens] * 3)
-        return self._batch(tensors, num_decodes=0, max_query_len=num_tokens, max_kv_len=max_kv_len)
 
     def padded_batch(
         self, packed: Tensor, shape: StepShape, max_kv_len: int
@@ -260,30 +257,34 @@ class Rows:
         max_query_len: int,
         max_kv_len: int,
         cached_lens: tuple[int, ...] | None = None,
-        offsets_N: Tensor | None = None,
+        is_grown: bool = False,
         drafted: DraftedSpans | None = None,
     ) -> ForwardBatch:
-        """From the arrays of `_host_arrays`. Rows are as long as their entries say from here on.
-
-        `offsets_N`: how far each decode is behind its row's end; the drafts are fed there, and the
-        row grows when it is known how many of them count.
+        """From the arrays of `_host_arrays`. Rows are as long as their entries say from here on;
+        by drafts they grow when it is known how many of them count. `is_grown`: they are already.
         """
         rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T = tensors
-        is_prompt_N = starts_N != FROM_DEVICE
-        rows = rows_N.long()
+        is_prompt_N = starts_N >= 0
+        rows = grown = rows_N.long()
         own_firsts_N, own_ids_N = self.lengths_R[rows], self.last_tokens_R[rows]
-        if offsets_N is not None:
+        if is_grown:
+            own_firsts_N = own_firsts_N - 1
+        if self.drafts_RK.shape[1]:
+            offsets_N = (FROM_DEVICE - starts_N).clamp(min=0)
             own_firsts_N = own_firsts_N + offsets_N
             drafts_N = self.drafts_RK[rows, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
             own_ids_N = torch.where(offsets_N > 0, drafts_N, own_ids_N)
+            grown = torch.where(offsets_N > 0, self.padding_row, rows)
         firsts_N = torch.where(is_prompt_N, starts_N, own_firsts_N)
         entries = entries_T.long()
         rows_T = rows[entries]
         positions_T = (firsts_N[entries] + offsets_T).long()
         input_ids_T = torch.where(is_prompt_N[entries], ids_T.long(), own_ids_N[entries])
         kv_lens_N = firsts_N + counts_N
-        grown = slice(0 if offsets_N is None else num_decodes, None)
-        self.lengths_R.index_copy_(0, rows[grown], kv_lens_N[grown])
+        if not is_grown:
+            self.lengths_R.index_copy_(0, grown, kv_lens_N)
+        if grown is not rows:
+            self.lengths_R[self.padding_row :].zero_()
         return self._with_groups(
             rows_T,
             ForwardBatch(

@@ -1,8 +1,4 @@
-"""`MixedGraphs`: steps of decodes and prompts in any mix, padded to the smallest captured shape.
-
-Has not run on a GPU yet. Once it has, and is the default (`cuda_graph_config.enable_mixed`), it
-takes the place of `graphs.ChunkGraphs`.
-"""
+"""`MixedGraphs`: steps of decodes and prompts in any mix, padded to the smallest captured shape."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,8 +14,6 @@ from penstock.types.step import StepPlan
 
 def shapes_at_start(config: RunConfig) -> list[StepShape]:
     """Of mixes, and of prompts alone; the largest first."""
-    if not config.graph_mixes:
-        return []
     prompts = [StepShape(0, size) for size in config.graph_token_sizes]
     shapes = [StepShape(*mix) for mix in config.graph_mixes] + prompts
     return sorted(shapes, key=_size, reverse=True)
@@ -87,12 +81,19 @@ class MixedGraphs:
         shape = self._shape_of(plan)
         assert shape is not None, plan
         packed = shape.pack(plan, self._rows.padding_row, self._rows.prefill_ids)
-        logits_NV, kv_lens_N, rows_N, _ = self._captured[shape].replay(packed)
+        logits_NV, kv_lens_N, rows_N, hidden_TE = self._captured[shape].replay(packed)
+        if hidden_TE is not None:  # without padding
+            first, num_tokens = shape.num_decodes, int(plan.num_tokens.sum())
+            chunks = hidden_TE[first : first + num_tokens - plan.num_decodes]
+            hidden_TE = torch.cat((hidden_TE[: plan.num_decodes], chunks))
         num_logits = int((plan.num_logit_rows > 0).sum())
-        return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits], None
+        return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits], hidden_TE
 
     def _shape_of(self, plan: StepPlan) -> StepShape | None:
-        return next((shape for shape in self._captured if shape.holds(plan)), None)
+        num_decodes = plan.num_decodes
+        num_prompt_tokens = int(plan.num_tokens.sum()) - num_decodes
+        fitting = (s for s in self._captured if s.holds(num_decodes, num_prompt_tokens))
+        return next(fitting, None)
 
 
 def _size(shape: StepShape) -> tuple[int, int]:

@@ -24,16 +24,10 @@ from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.drafter import Drafter
 from penstock.runtime.drafter_inputs import DrafterInputs, FedTokens
-from penstock.runtime.graphs import (
-    CHUNK_ENTRIES,
-    DecodeGraphs,
-    GraphPool,
-    GraphStep,
-    Outputs,
-    PromptGraphs,
-)
-from penstock.runtime.input_batch import Rows, StepInputs, fed_tokens
+from penstock.runtime.graphs import DecodeGraphs, GraphPool, GraphStep, Outputs
+from penstock.runtime.input_batch import Rows, StepInputs, by_token, fed_tokens
 from penstock.runtime.kv_tensors import KVTensors
+from penstock.runtime.mixed_graphs import MixedGraphs
 from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
 from penstock.runtime.step_layout import StepShape
 from penstock.sampling.logprobs import SampledLogprobs
@@ -153,22 +147,16 @@ class ModelRunner:
         self._scorer = PromptScorer(rows, model.logits)
         self._mesh = mesh
         self._graphs: DecodeGraphs | None = None
-        self._prompt_graphs: PromptGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._cpu_graphs: DecodeCpuGraphs | None = None
         self._forwarded: dict[int, _Forwarded] = {}
         self._device_bytes = (0.0, 0)  # until when the number counts as new, and the number
         self.when_idle: Callable[[], None] = lambda: None  # a bit of work that can wait
         self.costs: StepCosts | None = None  # where it was measured what drafts cost
 
-    def use_graphs(
-        self,
-        graphs: DecodeGraphs,
-        prompt_graphs: PromptGraphs | None,
-        when_idle: Callable[[], None] = lambda: None,
-    ) -> None:
+    def use_graphs(self, graphs: DecodeGraphs, mixed_graphs: MixedGraphs) -> None:
         self._graphs = graphs
-        self._prompt_graphs = prompt_graphs
-        self.when_idle = when_idle
+        self._mixed_graphs = mixed_graphs
 
     def capture_drafter(self, pool: GraphPool, config: RunConfig, max_kv_len: int) -> None:
         if self._drafter is not None:
@@ -196,10 +184,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         self._rows.apply(plan)
-        self._sampler.join(plan.joins)
         self._scorer.join(plan.joins)
-        if self._drafter is not None:
-            self._drafter.join(plan.joins)
         self._kv.apply(plan.cache_ops)
         if plan.has_drafts:
             forwarded = self._drafted(plan)
@@ -211,17 +196,28 @@ class ModelRunner:
             longest = int(plan.max_kv_lens.max())
             forwarded = self._decode(plan, self._rows.build_decode(plan.rows, longest))
         self._forwarded[plan.step_id] = forwarded
+        # Behind the step, which need not wait for the host to tell what comes after it.
+        self._sampler.join(plan.joins)
+        if self._drafter is not None:
+            self._drafter.join(plan.joins)
 
     def _chunks(self, plan: StepPlan) -> _Forwarded:
-        graphs = self._prompt_graphs
+        graphs = self._mixed_graphs
         if graphs is None or not graphs.fits(plan) or self._scorer.is_asked(plan):
             return self._run(plan, self._rows.build(plan))
-        logits_LV, kv_lens_L, rows_L, hidden_TE = graphs.replay(plan)
-        rows, fed = plan.rows[plan.num_logit_rows > 0], None
-        if hidden_TE is not None:  # rows are as long as their prompts say, once more
-            inputs = self._rows.build(plan)
+        return self._replayed_mix(plan, plan, graphs.replay(plan))
+
+    def _replayed_mix(
+        self, plan: StepPlan, tokens: StepPlan, outputs: Outputs, drafted: DraftedRows | None = None
+    ) -> _Forwarded:
+        """A step with prompts; `tokens` has each token of a decode as one of its own."""
+        logits_LV, kv_lens_L, rows_L, hidden_TE = outputs
+        rows, fed = tokens.rows[tokens.num_logit_rows > 0], None
+        if hidden_TE is not None:
+            build = self._rows.build if drafted is None else self._rows.build_drafted
+            inputs = build(plan, is_grown=True)
             fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L)
-        return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, fed=fed)
+        return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed)
 
     def _replayed(
         self,
@@ -245,13 +241,18 @@ class ModelRunner:
         return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed)
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
-        graphs, is_decode = self._graphs, plan.num_decodes == plan.num_entries
-        if graphs is not None and graphs.takes_drafts and is_decode:
-            rows, offsets = fed_tokens(plan)
-            if graphs.fits(len(rows)):
-                drafted = self._rows.drafted_rows(plan)
-                outputs = graphs.replay(rows, offsets)
-                return self._replayed(plan, rows, outputs, offsets, drafted)
+        graphs, mixed = self._graphs, self._mixed_graphs
+        if graphs is not None and graphs.takes_drafts:
+            drafted = self._rows.drafted_rows(plan)
+            if plan.num_decodes == plan.num_entries:
+                rows, offsets = fed_tokens(plan)
+                if graphs.fits(len(rows)):
+                    outputs = graphs.replay(rows, offsets)
+                    return self._replayed(plan, rows, outputs, offsets, drafted)
+            elif mixed is not None and not self._scorer.is_asked(plan):
+                tokens = by_token(plan)
+                if mixed.fits(tokens):
+                    return self._replayed_mix(plan, tokens, mixed.replay(tokens), drafted)
         inputs = self._rows.build_drafted(plan)
         if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
             return self._run(plan, inputs)
@@ -385,20 +386,6 @@ class ModelRunner:
             fed=fed,
         )
 
-    def chunk_step(self, max_kv_len: int) -> GraphStep:
-        """A step of prompt chunks: everything from packed numbers to logits of all entries."""
-
-        @torch.inference_mode()
-        def step(packed: Tensor) -> Outputs:
-            batch = self._rows.chunk_batch(packed, CHUNK_ENTRIES, max_kv_len)
-            # Of an entry without tokens the first one's: nobody looks at the result.
-            last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)
-            hidden_TD, hidden_TE = self._hidden(batch)
-            logits_NV = self._model.logits(hidden_TD[last_N])
-            return logits_NV, batch.kv_lens_N, batch.rows_N.long(), hidden_TE
-
-        return step
-
     def padded_step(self, shape: StepShape, max_kv_len: int) -> GraphStep:
         """A step of any mix: everything from packed numbers to logits of as many entries as there
         are, those that the step asks for first."""
@@ -407,9 +394,10 @@ class ModelRunner:
         def step(packed: Tensor) -> Outputs:
             batch, entries_N = self._rows.padded_batch(packed, shape, max_kv_len)
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)[entries_N]
-            logits_NV = self._model.logits(self._model(batch)[last_N])
-            rows_N = batch.rows_N.long()
-            return logits_NV, batch.kv_lens_N[entries_N], rows_N[entries_N], None
+            hidden_TD, hidden_TE = self._hidden(batch)
+            logits_NV = self._model.logits(hidden_TD[last_N])
+            rows_N = batch.rows_N.long()[entries_N]
+            return logits_NV, batch.kv_lens_N[entries_N], rows_N, hidden_TE
 
         return step
 

@@ -46,9 +46,7 @@ class StepShape:
     def packed_size(self) -> int:
         return sum(map(_aligned, self._sizes))
 
-    def holds(self, plan: StepPlan) -> bool:
-        num_decodes = plan.num_decodes
-        num_prompt_tokens = int(plan.num_tokens.sum()) - num_decodes
+    def holds(self, num_decodes: int, num_prompt_tokens: int) -> bool:
         return (
             (num_decodes > 0) == (self.num_decodes > 0)
             and num_decodes <= self.num_decodes
@@ -60,7 +58,7 @@ class StepShape:
     ) -> Int32s:
         """The step as `unpack` reads it. `prefill_ids`: what a row must prefill."""
         num_decodes, num_chunks = plan.num_decodes, plan.num_entries - plan.num_decodes
-        assert self.holds(plan) and num_chunks <= MAX_CHUNKS, (self, plan)
+        assert num_chunks <= MAX_CHUNKS, (self, plan)
         packed = np.zeros(self.packed_size, np.int32)
         rows, starts, counts, query_starts, logit_entries, ids, entries, offsets = self._fields(
             packed
@@ -70,6 +68,7 @@ class StepShape:
         rows.fill(padding_row)
         rows[:num_decodes], rows[chunks] = plan.rows[:num_decodes], plan.rows[num_decodes:]
         starts[:first], starts[chunks] = FROM_DEVICE, plan.starts[num_decodes:]
+        starts[:num_decodes] = plan.starts[:num_decodes]
         counts[:first], counts[chunks] = 1, plan.num_tokens[num_decodes:]
         query_starts[1:] = np.cumsum(counts)
         num_tokens = int(query_starts[-1])

@@ -30,7 +30,7 @@ def test_a_step_that_is_packed_wrongly_is_found(monkeypatch):
         return pack(self, plan, padding_row, lambda row: prefill_ids(row)[::-1])
 
     monkeypatch.setattr(StepShape, "pack", shifted)
-    assert not mixed_step.check("tiny", "float32").is_right
+    assert not mixed_step.check("tiny", "float32", False).is_right
 
 
 def test_kernels_that_count_are_those_of_gemms_experts_and_attention():

@@ -90,10 +90,11 @@ def test_within_any_limits_every_mix_has_a_graph(max_rows, max_num_tokens, data)
     assert not set(at_start) & set(when_idle)
 
 
-def test_mixes_are_few_at_start_and_none_unless_asked_for():
-    at_start, when_idle = CudaGraphConfig(enable_mixed=True).mixes(2048, 8192)
+def test_mixes_are_few_at_start_and_none_without_padding():
+    at_start, when_idle = CudaGraphConfig().mixes(2048, 8192)
     assert len(at_start) == 29 and len(when_idle) == 48
-    assert CudaGraphConfig().mixes(2048, 8192) == ((), ())
+    for without in ({"enable_mixed": False}, {"enable_padding": False}):
+        assert CudaGraphConfig(**without).mixes(2048, 8192) == ((), ())
 
 
 def test_mixes_without_padding_are_refused():

@@ -26,6 +26,7 @@ from penstock.kernels.device import probe
 from penstock.layers.decoder import Decoder
 from penstock.models.spec import parse_model_spec
 from penstock.runtime import compile_workers, model_loader, profile_steps
+from penstock.runtime.step_layout import StepShape
 from penstock.sampling.sampler import Sampler
 from penstock.types.model_spec import ModelSpec
 from penstock.types.step import RowJoin
@@ -62,6 +63,7 @@ def on_gpu(**changes: Any) -> tuple[RunConfig, ModelSpec]:
     config = resolve(EngineConfig(model=str(folder), device="cpu"), spec, probe(), str(folder))
     sizes = {"graph_batch_sizes": (1, 2, 4, 8, 16, 24, 32), "graph_token_sizes": (16, 32, 64)}
     sizes |= {"graph_padding": True, "max_batch_size": 32}
+    sizes |= {"graph_mixes": ((32, 64), (8, 32)), "graph_mixes_when_idle": ((16, 64),)}
     return dataclasses.replace(config, device="cuda", **(sizes | changes)), spec
 
 
@@ -116,8 +118,10 @@ def test_all_parts_are_dealt_out(start: Callable[..., FakeWorkers], cpus: int, f
     assert [part.has_sampling for part in parts].count(True) == 1
     batch_sizes = sorted(size for part in parts for size in part.batch_sizes)
     assert batch_sizes == sorted(config.graph_batch_sizes)
-    token_sizes = sorted(size for part in parts for size in part.token_sizes)
-    assert token_sizes == sorted(config.graph_token_sizes)
+    shapes = [shape for part in parts for shape in part.shapes]
+    prompts = [StepShape(0, size) for size in config.graph_token_sizes]
+    mixes = [StepShape(*mix) for mix in config.graph_mixes + config.graph_mixes_when_idle]
+    assert len(shapes) == len(set(shapes)) and set(shapes) == {*prompts, *mixes}
     eager = sorted(size for part in parts for size in part.eager_sizes)
     assert eager == list(profile_steps.eager_sizes(config))
     assert copies.tasks is not None
@@ -151,9 +155,10 @@ def test_sizes_up_to_one_power_of_two_stay_together(start: Callable[..., FakeWor
 
 
 def test_without_graphs_there_are_decodes_of_all_sizes(start: Callable[..., FakeWorkers]) -> None:
-    config, spec = on_gpu(graph_batch_sizes=(), graph_token_sizes=())
+    without = dict.fromkeys(("graph_batch_sizes", "graph_token_sizes"), ())
+    config, spec = on_gpu(graph_mixes=(), graph_mixes_when_idle=(), **without)
     parts = parts_of(start(config, spec))
-    assert compile_workers.WarmupPart() not in parts and not any(part.token_sizes for part in parts)
+    assert compile_workers.WarmupPart() not in parts and not any(part.shapes for part in parts)
     batch_sizes = sorted(size for part in parts for size in part.batch_sizes)
     assert batch_sizes == sorted(profile_steps.eager_decodes(config))
     assert batch_sizes[0] == 1 and batch_sizes[-1] == config.max_batch_size

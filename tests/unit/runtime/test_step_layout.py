@@ -66,5 +66,5 @@ def test_a_step_of_padding_alone_is_what_packing_leaves_without_entries():
 
 
 def test_prompts_alone_take_no_shape_with_decodes():
-    plan = plan_of(0, {0: np.zeros(4, np.int32)}, [(0, 0, 4)], [])
-    assert StepShape(0, 4).holds(plan) and not StepShape(1, 4).holds(plan)
+    assert StepShape(0, 4).holds(0, 4) and not StepShape(1, 4).holds(0, 4)
+    assert not StepShape(0, 4).holds(1, 3) and not StepShape(0, 4).holds(0, 5)
