@@ -211,6 +211,24 @@ def test_drafts_beside_prompts_replay_graphs(drafting):
     assert found and (min(found) < FROM_DEVICE) == (not has_states)
 
 
+def test_nothing_is_drafted_beyond_the_longest_sequence(drafting):
+    """Positions have no rotation there, though the last block has room."""
+    folder, limits = drafting.engine.engine.config.model_path, COMMON | {"max_seq_len": 50}
+    engines = [
+        LocalEngine(folder, speculative_config=asked, **limits, kv_cache_config=REUSED)
+        for asked in (None, drafting.asked)
+    ]
+    runner, seen = engines[1].loop._executor._runner, []
+    positions = runner._rows.batch_at
+    runner._rows.batch_at = lambda *args, **kwargs: (
+        seen.append(batch := positions(*args, **kwargs)) or batch
+    )
+    plain, drafted = (engine.generate(PROMPTS[:1], 25) for engine in engines)
+    assert plain == drafted and len(plain[0]) == 25
+    most = max(int(batch.positions_T.max()) for batch in seen)
+    assert 48 <= most < 51  # one step in flight may write one beyond the end
+
+
 def test_a_reused_prefix_changes_no_token(drafting):
     drafting.watched.script = lambda position: -1
     folder = drafting.engine.engine.config.model_path

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.transfer import to_device
+from penstock.runtime.input_batch import Rows
 from penstock.types.step import Int32s
 
 
@@ -47,7 +48,7 @@ class DrafterInputs:
         """Position of each row's newest token, which is not in the cache."""
         return self.indices_N.long() + self.num_accepted_N - 1
 
-    def block_ends(self, block_size: int) -> Tensor:
-        """int64 [N]: the first position of each row without a block."""
-        ends = -(-self.max_kv_lens.astype(np.int64) // block_size) * block_size
-        return to_device(ends, self.rows_N.device)
+    def block_ends(self, rows: Rows) -> Tensor:
+        """int64 [N]: the first position of each row that no token may have, for want of a block."""
+        ends = -(-self.max_kv_lens.astype(np.int64) // rows.block_size) * rows.block_size
+        return to_device(np.minimum(ends, rows.num_positions), self.rows_N.device)

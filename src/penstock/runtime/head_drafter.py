@@ -88,7 +88,7 @@ class HeadDrafter:
         if not len(drafts_NK) or draft_N is None:
             return drafts_NK
         drafts = [draft_N]
-        ends_N = step.block_ends(self._rows.block_size)
+        ends_N = step.block_ends(self._rows)
         for index in range(most - 1):
             # The token that the draft before takes the place behind of.
             at_N, known_N = step.newest_N + index, drafts[-1].clamp(min=0)

@@ -97,10 +97,13 @@ class Rows:
         device: torch.device,
         groups: Sequence[bool] = (True,),
         max_drafts: int = 0,
+        num_positions: int | None = None,
     ) -> None:
         """`groups`: of each cache group, whether blocks hold `block_size` tokens; else one holds
-        the whole sequence, and a token's slot is that block."""
+        the whole sequence, and a token's slot is that block. `num_positions`: that a token may
+        have, where that is less than its row has blocks for."""
         self.device = device
+        self.num_positions = num_positions or max_blocks * block_size
         self.block_size = block_size
         self.padding_row = max_rows
         self.last_tokens_R = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)

@@ -60,7 +60,7 @@ class ModelDrafter:
         most = step.most_drafts(self.max_drafts)
         if not len(drafts_NK) or not most:
             return drafts_NK
-        ends_N = step.block_ends(self._rows.block_size)
+        ends_N = step.block_ends(self._rows)
         token_ids_N = self._rows.last_tokens_R[step.rows_N]
         for index in range(most):
             at_N = step.newest_N + index

@@ -109,10 +109,18 @@ def wire_runner(
     device: torch.device,
     cache: CacheSize,
 ) -> tuple[ModelRunner, Rows]:
-    max_blocks = -(-max_row_tokens(config) // config.tokens_per_block)
-    block_size = config.tokens_per_block
+    num_positions, block_size = max_row_tokens(config), config.tokens_per_block
+    max_blocks = -(-num_positions // block_size)
     paged = [not group.has_states for group in groups]
-    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged, config.max_drafts)
+    rows = Rows(
+        config.max_batch_size,
+        max_blocks,
+        block_size,
+        device,
+        paged,
+        config.max_drafts,
+        num_positions,
+    )
     drafter = make_drafter(config, model, rows, device)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed)
