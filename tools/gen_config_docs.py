@@ -203,7 +203,7 @@ def _ruling_row(path: str) -> tuple[str, str, str, str]:
     ruling = FIELDS[path]
     reason = ruling.reason or "; ".join(f"{v}: {why}" for v, why in ruling.dropped.items())
     if ruling.kind is not None:
-        reason = f"with another {ruling.kind.field} ignored: {ruling.kind.otherwise}"
+        reason = f"{ruling.kind.name} is one of {ruling.kind.described}"
     verdict = "supported, but for some values" if ruling.dropped else ruling.verdict
     harmless = ", ".join(_code(_plain(value)) for value in ruling.neutral)
     has_shared = any(p.startswith(path + ".") and _is_told_by_parent(p) for p in FIELDS)

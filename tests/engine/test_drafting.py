@@ -4,12 +4,14 @@ kind of model and cache, whatever is right or wrong in the drafts."""
 import numpy as np
 import pytest
 import torch
+from graph_steps import Repeats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_engine import LocalEngine
 from tiny_models import make_checkpoint
 
 from penstock.ipc.messages import Submit
+from penstock.runtime.graphs import DecodeGraphs
 from penstock.types.request import FinishReason, Request, request_id
 from penstock.types.sampling import SamplingParams
 
@@ -37,6 +39,7 @@ COMMON = dict(
     kv_cache_config=TIGHT, scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"},
 )  # fmt: skip
 NUM_TOKENS = 16
+FIXED = {"adaptive_draft_len": False}
 
 
 class ScriptedDrafter:
@@ -57,11 +60,11 @@ class ScriptedDrafter:
         for join in joins:
             self.rows[join.row] = self.of_request[join.request_id]
 
-    def draft(self, rows_N, indices_N, token_ids_NW, num_accepted_N, max_kv_len):
-        drafts_NK = np.full((len(rows_N), MAX_DRAFTS), -1)
-        ends_N = (indices_N + num_accepted_N).tolist()
-        for i, (row, end) in enumerate(zip(rows_N.tolist(), ends_N, strict=True)):
-            assert end <= max_kv_len + 1
+    def draft(self, step):
+        drafts_NK = np.full((len(step.rows_N), MAX_DRAFTS), -1)
+        ends_N = (step.indices_N + step.num_accepted_N).tolist()
+        for i, (row, end) in enumerate(zip(step.rows_N.tolist(), ends_N, strict=True)):
+            assert end <= step.max_kv_len + 1
             count, num_right = self.spoil(end)
             following = self.rows[row][end : end + count]
             spoiled = [t + (j >= num_right) for j, t in enumerate(following)]
@@ -78,7 +81,7 @@ class Drafting:
         # To the digits that another shape of a GEMM leaves.
         self.expected = self.run(plain, about=lambda x: pytest.approx(x, abs=1e-4))
         self.outputs = [[token_id for token_id, *_ in one] for one in self.expected]
-        config = {"decoding_type": "NGram", "max_draft_len": MAX_DRAFTS}
+        config = {"decoding_type": "NGram", "max_draft_len": MAX_DRAFTS, **FIXED}
         self.engine = LocalEngine(folder, speculative_config=config, **COMMON, **overlap)
         self.runner = self.engine.loop._executor._runner
         self.by_ngrams, self.scripted = self.runner._drafter, ScriptedDrafter(self.outputs)
@@ -138,6 +141,24 @@ def test_right_drafts_give_the_same_tokens_in_fewer_steps(drafting):
     assert counters.preemptions > 0, "the cache was to run out"
 
 
+def test_steps_with_drafts_replay_decode_graphs(overlapped):
+    """By a stand-in for a pool of graphs that runs anew what would be replayed."""
+    runner, scripted, ran = overlapped.runner, overlapped.scripted, []
+    graphs = DecodeGraphs(runner.decode_step(COMMON["max_seq_len"]), (2, 6, 12), True, runner._rows)
+    graphs.capture(Repeats())
+    replay = graphs.replay
+    graphs.replay = lambda rows, offsets=None: ran.append(offsets) or replay(rows, offsets)
+    scripted.spoil = lambda position: (position % (MAX_DRAFTS + 1), position % 3)
+    runner.use_graphs(graphs, None)
+    try:
+        assert overlapped.drafted(scripted) == overlapped.expected
+    finally:
+        runner._graphs = None
+    assert any(offsets is None for offsets in ran)
+    has_states = not all(runner._rows._is_paged)
+    assert any(offsets is not None for offsets in ran) == (not has_states)
+
+
 def test_drafts_of_ngrams_give_the_same_tokens(synchronous):
     before = synchronous.engine.counters.drafted_tokens
     assert synchronous.drafted(synchronous.by_ngrams) == synchronous.expected
@@ -173,7 +194,7 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(overlapped):
 def test_output_that_repeats_itself_takes_few_steps(tmp_path, depth):
     make_checkpoint(tmp_path, "llama", max_position_embeddings=256)
     engine = LocalEngine(
-        tmp_path, speculative_config={"decoding_type": "ngram"}, **COMMON,
+        tmp_path, speculative_config={"decoding_type": "ngram", **FIXED}, **COMMON,
         disable_overlap_scheduler=depth == 1,
     )  # fmt: skip
     (tokens,) = engine.generate([[3, 4, 5]], 60, logit_bias={6: 100.0})
@@ -209,7 +230,7 @@ def test_a_stop_id_within_an_accepted_run_is_the_last_token(tmp_path, depth):
 
 def test_with_more_sequences_than_max_concurrency_nothing_is_drafted(tmp_path):
     make_checkpoint(tmp_path, "llama", max_position_embeddings=256)
-    config = {"decoding_type": "NGram", "max_concurrency": 2}
+    config = {"decoding_type": "NGram", "max_concurrency": 2, **FIXED}
     engine = LocalEngine(tmp_path, speculative_config=config, **COMMON)
     engine.generate([[3, 4, 5]] * 3, 12, logit_bias={6: 100.0})
     assert engine.counters.accepted_tokens == 0

@@ -47,6 +47,9 @@ def test_a_recipe_serves_a_small_model_of_its_kind(name):
         assert "Paris" in (message["content"] or "") + (message["reasoning_content"] or "")
         said = server.log.read_text()
         asked = recipe_named(name).settings
+        if "speculative_config" in asked:  # the sibling's MTP head is trained
+            assert reply["choices"][0]["avg_decoded_tokens_per_iter"] > 1.5
+            assert "speculative_config is ignored" not in said
         if "max_batch_size" in asked:
             assert f"recipe {name} sets max_batch_size={asked['max_batch_size']}" in said
         assert re.search(rf"recipe {re.escape(name)}, replaced by yours: model=", said)

@@ -93,6 +93,12 @@ _LIMITS = (
     Flag("kv_cache_dtype", "text", "number format of the cache", path="kv_cache_config.dtype"),
     Flag("enable_chunked_prefill", "switch", "compute long prompts in pieces"),
     Flag("disable_overlap_scheduler", "switch", "plan a step only when the last one has ended"),
+    Flag(
+        "speculate",
+        "text",
+        "speculative decoding: auto, mtp, ngram, draft=MODEL or eagle3=FOLDER",
+        path="speculative_config",
+    ),
 )
 _LORA = (
     Flag("enable_lora", "switch", "take low-rank adapters (docs/lora.md)"),

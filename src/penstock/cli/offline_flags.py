@@ -40,7 +40,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     without_field(
         "medusa_choices",
         "text",
-        rejected("of the drafters there is NGram only: set speculative_config"),
+        rejected("there are no Medusa heads; see --speculate"),
     ),
     without_field("modality", "text", _TEXT_ONLY),
     without_field("image_data_format", "text", ignored("only text models are run", "pt")),

@@ -9,12 +9,20 @@ import secrets
 from typing import TypeVar
 
 from penstock.config.graphs import MIXED_TOKENS, Mix
-from penstock.config.run import NGramDrafting, RunConfig
+from penstock.config.run import (
+    Drafting,
+    EagleDrafting,
+    ModelDrafting,
+    MTPDrafting,
+    NGramDrafting,
+    RunConfig,
+)
 from penstock.config.schema import EngineConfig
+from penstock.config.speculative import DRAFT_LENS
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import ModelSpec, QuantSpec, W8A8Spec
+from penstock.types.model_spec import DraftModel, ModelSpec, QuantSpec, W8A8Spec
 from penstock.types.setting_choice import SettingChoice
 
 _HALVES = ("bfloat16", "float16")
@@ -50,8 +58,13 @@ class _Choices:
 
 
 def resolve(
-    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, model_path: str
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    model_path: str,
+    draft: DraftModel | None = None,
 ) -> RunConfig:
+    """`draft`: the checkpoint that speculative_config names, if it does."""
     choices = _Choices()
     kv = config.kv_cache_config
     kind = choices.add("device", _device(config, device))
@@ -67,12 +80,18 @@ def resolve(
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
     ep_size = choices.add("ep_size", _ep_size(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
+    drafting = _drafting(config, spec, choices, draft)
+    cached_spec = spec.with_mtp_layer() if isinstance(drafting, MTPDrafting) else spec
     graph_batch_sizes = choices.add(
-        "graph_batch_sizes", _graph_sizes(config, kind, backend, max_batch_size)
+        "graph_batch_sizes",
+        _graph_sizes(config, kind, backend, max_batch_size, max_num_tokens, drafting),
     )
     at_start, when_idle = _mixes(config, graph_batch_sizes, max_batch_size, max_num_tokens)
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
-    kv_block = kv.tokens_per_block * _cache_bytes_per_token(spec, kv_dtype, tp_size)
+    token_bytes = _cache_bytes_per_token(cached_spec, kv_dtype, tp_size)
+    if draft is not None:
+        token_bytes += _cache_bytes_per_token(draft.spec, kv_dtype, tp_size)
+    kv_block = kv.tokens_per_block * token_bytes
     kv_cpu_bytes = state_cpu_bytes = 0
     if kind == "cpu":
         kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, spec, device, kv_block))
@@ -125,7 +144,7 @@ def resolve(
         else (),
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,
-        drafting=_drafting(config),
+        drafting=drafting,
         lora=None if config.lora is None else config.lora.to_run(),
         graph_mixes=at_start,
         graph_mixes_when_idle=when_idle,
@@ -465,16 +484,74 @@ def _depth(config: EngineConfig, kind: str) -> Reasoned[int]:
     return 2, "the next step is planned while the GPU runs this one"
 
 
-def _drafting(config: EngineConfig) -> NGramDrafting | None:
+def _drafting(
+    config: EngineConfig, spec: ModelSpec, choices: "_Choices", draft: DraftModel | None
+) -> Drafting | None:
     asked = config.speculative_config
     if asked is None:
         return None
+    kind, num_heads = str(asked.decoding_type), spec.num_nextn_predict_layers
+    if kind == "AUTO":
+        kind, why = ("MTP", "the model has an MTP head") if num_heads else ("NGram", "it has none")
+        choices.add("decoding_type", (kind, why))
+    max_drafts, most = asked.max_draft_len or DRAFT_LENS[kind], asked.max_concurrency
+    adaptive = asked.adaptive_draft_len
+    if kind == "MTP":
+        if not num_heads:
+            raise ConfigError(
+                "speculative_config.decoding_type is MTP, but the model has no MTP head "
+                "(num_nextn_predict_layers); set it to NGram, or leave speculative_config out"
+            )
+        return MTPDrafting(max_drafts=max_drafts, max_decodes=most, is_adaptive=adaptive)
+    if kind in ("Draft_Target", "Eagle3"):
+        assert draft is not None, "given by the engine"
+        _check_draft_model(draft, spec)
+        if kind == "Draft_Target":
+            return ModelDrafting(
+                model_path=draft.path, max_drafts=max_drafts, max_decodes=most, is_adaptive=adaptive
+            )
+        layers = tuple(asked.eagle3_layers_to_capture or _captured_layers(spec.num_layers))
+        if max(layers) >= spec.num_layers or draft.spec.hidden_size != spec.hidden_size:
+            raise ConfigError(
+                f"the Eagle3 head in '{draft.path}' was not made for this model: it reads layers "
+                f"{list(layers)} of hidden size {draft.spec.hidden_size}, the model has "
+                f"{spec.num_layers} of {spec.hidden_size}"
+            )
+        return EagleDrafting(
+            model_path=draft.path,
+            layers=layers,
+            max_drafts=max_drafts,
+            max_decodes=most,
+            is_adaptive=adaptive,
+        )
     return NGramDrafting(
-        max_drafts=asked.max_draft_len,
+        max_drafts=max_drafts,
+        max_decodes=most,
+        is_adaptive=adaptive,
         max_size=asked.max_matching_ngram_size,
         use_oldest=asked.is_keep_all and asked.is_use_oldest,
-        max_decodes=asked.max_concurrency,
     )
+
+
+def _check_draft_model(draft: DraftModel, spec: ModelSpec) -> None:
+    """It shares the blocks of layers that keep every token."""
+    what = f"speculative_config.speculative_model '{draft.path}'"
+    if draft.spec.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"{what} has a vocabulary of {draft.spec.vocab_size} tokens, the model one of "
+            f"{spec.vocab_size}; a draft model needs the same"
+        )
+    if draft.spec.delta is not None or draft.spec.window or any(draft.spec.layer_windows):
+        raise ConfigError(
+            f"{what} has layers with windows or a recurrent state, which no draft model may have; "
+            "choose one that attends to all tokens"
+        )
+
+
+def _captured_layers(num_layers: int) -> tuple[int, ...]:
+    """Behind which layers Eagle3 heads are trained to read hidden states."""
+    layers = (1, num_layers // 2 - 1, num_layers - 4)
+    return tuple(min(max(layer, 0), num_layers - 1) for layer in layers)
 
 
 def _seed(config: EngineConfig) -> Reasoned[int]:
@@ -484,7 +561,12 @@ def _seed(config: EngineConfig) -> Reasoned[int]:
 
 
 def _graph_sizes(
-    config: EngineConfig, kind: str, backend: str, max_batch_size: int
+    config: EngineConfig,
+    kind: str,
+    backend: str,
+    max_batch_size: int,
+    max_num_tokens: int,
+    drafting: Drafting | None,
 ) -> Reasoned[tuple[int, ...]]:
     graphs = config.cuda_graph_config
     if graphs is None:
@@ -493,10 +575,18 @@ def _graph_sizes(
         return (), "graphs exist on GPUs only"
     if backend != "triton":
         return (), f"attention backend {backend} cannot be captured"
-    if graphs.batch_sizes:
-        return graphs.sizes(max_batch_size), "set by cuda_graph_config.batch_sizes"
+    sizes = graphs.sizes(max_batch_size)
     rule = "padded to the next size" if graphs.enable_padding else "no padding"
-    return graphs.sizes(max_batch_size), rule
+    if graphs.batch_sizes:
+        rule = "set by cuda_graph_config.batch_sizes"
+    if drafting is None:
+        return sizes, rule
+    # A drafted token takes a place of its own.
+    most = {size * (1 + drafting.max_drafts) for size in sizes}
+    drafted = {size for size in most if max(sizes) < size <= max_num_tokens}
+    if not graphs.enable_padding:
+        drafted = {size for size in most if size <= max_num_tokens}
+    return tuple(sorted({*sizes, *drafted})), f"{rule}; with room for drafted tokens"
 
 
 def _mixes(

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from penstock.types.adapter import Adapter
 from penstock.types.setting_choice import SettingChoice
 
@@ -24,14 +26,37 @@ class QueuePolicy(StrEnum):
     FCFS = "fcfs"  # first come first served, priorities are not looked at
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NGramDrafting:
+class _Drafting(msgspec.Struct, frozen=True, kw_only=True, tag=True):  # crosses to other ranks
+    max_drafts: int
+    is_adaptive: bool = False  # fewer are drafted where that is quicker
+    max_decodes: int | None = None  # of a step; with more nothing is drafted
+
+
+class NGramDrafting(_Drafting, frozen=True):
     """Drafts are what followed the last tokens when the sequence held them before."""
 
-    max_drafts: int
     max_size: int  # tokens that are compared
     use_oldest: bool  # of equally long matches
-    max_decodes: int | None = None  # of a step; with more nothing is drafted
+
+
+class MTPDrafting(_Drafting, frozen=True):
+    """Drafts come from the model's own MTP head, run as often as there are drafts."""
+
+
+class ModelDrafting(_Drafting, frozen=True):
+    """Drafts come from a small model of the same vocabulary, with layers of cache of its own."""
+
+    model_path: str
+
+
+class EagleDrafting(_Drafting, frozen=True):
+    """Drafts come from an Eagle3 head, which reads hidden states behind some of the layers."""
+
+    model_path: str
+    layers: tuple[int, ...]
+
+
+Drafting = NGramDrafting | MTPDrafting | ModelDrafting | EagleDrafting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +115,7 @@ class RunConfig:
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
     ep_size: int = 1  # expert-parallel groups; the ranks of a group shard each expert
-    drafting: NGramDrafting | None = None  # None: one token a step and sequence
+    drafting: Drafting | None = None  # None: one token a step and sequence
     lora: LoraRun | None = None  # None: no adapters
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY
     max_queued_tokens: int = 1 << 40  # of prompts, waiting or running

@@ -1,35 +1,69 @@
 """`speculative_config`: tokens that are drafted, and checked several at a time."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
 
 from penstock.config.base import StrictModel, setting
 
+_OWN_FIELDS = {  # what one decoding type has alone
+    "max_matching_ngram_size": ("NGram", "AUTO"),
+    "is_keep_all": ("NGram", "AUTO"),
+    "is_use_oldest": ("NGram", "AUTO"),
+    "speculative_model": ("Draft_Target", "Eagle3"),
+    "eagle3_layers_to_capture": ("Eagle3",),
+}
+DRAFT_LENS = {"NGram": 4, "MTP": 1, "Draft_Target": 4, "Eagle3": 3}  # where none is set
+
 
 class SpeculativeConfig(StrictModel):
-    decoding_type: Literal["NGram"] = setting(
+    decoding_type: Literal["NGram", "MTP", "Draft_Target", "Eagle3", "AUTO"] = setting(
         "NGram",
         "Where drafts come from. NGram: what followed the last tokens when the same sequence held "
-        "them before, for text that repeats its prompt or itself. Other decoding types are ignored "
-        "with a warning: tokens are the same without them.",
+        "them before, for text that repeats its prompt or itself. MTP: the model's own MTP head, "
+        "of DeepSeek-V3 and R1, GLM-4.5 and Qwen3-Next. Draft_Target: a small model of the same "
+        "vocabulary. Eagle3: a head in a folder of its own, trained for the model. AUTO: MTP if "
+        "the model has such a head, else NGram. Tokens are the same with and without.",
         status="beta",
     )
-    max_draft_len: int = setting(
-        4, "Most tokens that are drafted for a step of a sequence.", status="beta", ge=1, le=32
+    max_draft_len: int | None = setting(
+        None,
+        "Most tokens that are drafted for a step of a sequence; also called "
+        "num_nextn_predict_layers. null: 4 with NGram and Draft_Target, 3 with Eagle3, 1 with MTP.",
+        status="beta",
+        ge=1,
+        le=32,
+    )
+    speculative_model: str | None = setting(
+        None,
+        "Draft_Target: the small model; Eagle3: the folder of the head. As `model` is named.",
+        status="beta",
+        min_length=1,
+        max_length=4096,
+    )
+    eagle3_layers_to_capture: list[Annotated[int, Field(ge=0, le=4096)]] | None = setting(
+        None,
+        "Eagle3: behind which layers hidden states are read, as the head was trained. null: behind "
+        "the second one, the middle one and the fourth to last.",
+        status="beta",
+        min_length=3,
+        max_length=3,
     )
     max_matching_ngram_size: int = setting(
         2,
-        "Most of the last tokens that are compared; the longest match counts, one token at least.",
+        "NGram: most of the last tokens that are compared; the longest match counts, one token at "
+        "least.",
         status="beta",
         ge=1,
         le=32,
     )
     is_keep_all: bool = setting(
-        True, "false: only the newest of equally long matches is looked at.", status="beta"
+        True, "NGram: false: only the newest of equally long matches is looked at.", status="beta"
     )
     is_use_oldest: bool = setting(
         True,
-        "Of equally long matches the oldest counts, behind which most tokens are known; false: the "
-        "newest.",
+        "NGram: of equally long matches the oldest counts, behind which most tokens are known; "
+        "false: the newest.",
         status="beta",
     )
     max_concurrency: int | None = setting(
@@ -40,3 +74,22 @@ class SpeculativeConfig(StrictModel):
         ge=1,
         le=2**20,
     )
+
+    adaptive_draft_len: bool = setting(
+        True,
+        "Draft as many tokens as give most output per second, none where drafting loses: by the "
+        "time of steps, measured at start, and by what was accepted lately. false: always "
+        "max_draft_len.",
+        status="beta",
+    )
+
+    @model_validator(mode="after")
+    def _fields_are_of_the_type(self) -> "SpeculativeConfig":
+        kind = self.decoding_type
+        for name, kinds in _OWN_FIELDS.items():
+            is_set = getattr(self, name) != type(self).model_fields[name].default
+            if is_set and kind not in kinds:
+                raise ValueError(f"{name} belongs to decoding_type {kinds[0]}, not {kind}")
+        if kind in _OWN_FIELDS["speculative_model"] and self.speculative_model is None:
+            raise ValueError(f"decoding_type {kind} needs a speculative_model: a folder or a name")
+        return self

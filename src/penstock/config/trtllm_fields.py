@@ -33,16 +33,39 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    field: str
-    value: str
-    otherwise: str
+    """What a section is about, by a field of it; an alias is another name for one of the values."""
 
-    def fits(self, path: str, section: Mapping[str, object]) -> bool:
+    name: str  # of the field
+    model: str  # field that the text behind = sets, in the short form of the section: "name=model"
+    values: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def expanded(self, text: str) -> dict[str, str]:
+        """The section that a short form stands for."""
+        kind, has_model, model = text.partition("=")
+        return {self.name: kind} | ({self.model: model} if has_model else {})
+
+    @property
+    def described(self) -> str:
+        *others, last = self.values
+        return f"{', '.join(others)} and {last}"
+
+    def value(self, path: str, section: Mapping[str, object]) -> str:
         """However it is spelled."""
-        given = section.get(self.field)
+        given = section.get(self.name)
         if not isinstance(given, str):
-            raise ConfigError(f"{path} needs a {self.field}; there is {self.value}")
-        return given.replace("_", "").replace("-", "").lower() == self.value.lower()
+            raise ConfigError(f"{path} needs a {self.name}; there are {self.described}")
+        known = {_plain(value): value for value in self.values}
+        known |= {alias: known[_plain(value)] for alias, value in self.aliases.items()}
+        if (value := known.get(_plain(given))) is None:
+            raise ConfigError(
+                f"{path}.{self.name} is {given!r}, which is not there; there are {self.described}"
+            )
+        return value
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
 
 
 SUPPORTED = Ruling(Verdict.SUPPORTED)
@@ -68,17 +91,18 @@ _NO_WAIT = "prompts are never held back to fill a step"
 _FP32_STATE = "recurrent states are float32"
 _NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
 _NO_DP = ignored("attention data parallelism is not there yet; attention is tensor parallel", False)
-_OTHER_DRAFTER = "it belongs to another decoding_type than NGram, the only one there is"
-_NGRAM_FIELDS = (
+_OTHER_DRAFTER = "it belongs to a decoding_type that is not there"
+_NO_RELAXED = (
+    "a draft is accepted only if it is the token that would have been drawn: output does not change"
+)
+_NO_TREE = "drafts are no tree: one token is drafted for each place"
+_STRICT = ignored("acceptance is never relaxed")
+_DRAFTING_FIELDS = (
     *("decoding_type", "max_draft_len", "max_concurrency", "max_matching_ngram_size"),
-    *("is_keep_all", "is_use_oldest"),
+    *("is_keep_all", "is_use_oldest", "speculative_model", "eagle3_layers_to_capture"),
 )
 _OTHER_DRAFTERS_FIELDS = (
-    *("speculative_model", "load_format", "use_relaxed_acceptance_for_thinking", "relaxed_topk"),
-    *("relaxed_delta", "use_mtp_vanilla", "mtp_eagle_one_model", "begin_thinking_phase_token"),
-    *("end_thinking_phase_token", "sa_config", "eagle3_one_model", "eagle3_layers_to_capture"),
-    *("eagle3_model_arch", "use_dynamic_tree", "dynamic_tree_max_topK", "eagle_choices"),
-    *("greedy_sampling", "posterior_threshold", "enable_global_pool", "global_pool_size"),
+    *("sa_config", "enable_global_pool", "global_pool_size"),
     *("mask_token_id", "target_layer_ids", "output_directory", "write_interval", "file_prefix"),
 )
 _NO_COMPILE = ignored("no model is run through torch.compile")
@@ -319,12 +343,26 @@ _OUTPUT = {
             Verdict.SUPPORTED,
             kind=Kind(
                 "decoding_type",
-                "NGram",
-                "of the decoding types only NGram is there yet; tokens are the same without it",
+                "speculative_model",
+                ("NGram", "MTP", "Draft_Target", "Eagle3", "AUTO"),
+                {"eagle": "Eagle3", "draft": "Draft_Target"},
             ),
         ),
         {
-            **dict.fromkeys(_NGRAM_FIELDS, SUPPORTED),
+            **dict.fromkeys(_DRAFTING_FIELDS, SUPPORTED),
+            **dict.fromkeys(("begin_thinking_phase_token", "end_thinking_phase_token"), _STRICT),
+            "use_relaxed_acceptance_for_thinking": rejected(_NO_RELAXED, False),
+            "relaxed_topk": rejected(_NO_RELAXED, 1),
+            "relaxed_delta": rejected(_NO_RELAXED, 0.0, 0),
+            "use_mtp_vanilla": rejected("one MTP head is run as often as there are drafts", False),
+            "mtp_eagle_one_model": ignored("one MTP head is run as often as needed", True),
+            "eagle3_one_model": ignored("the head always runs beside the model", True),
+            "eagle3_model_arch": rejected("heads of Llama's layout run", "llama3"),
+            "load_format": ignored("the draft model is loaded as the model is", "auto"),
+            "greedy_sampling": ignored("drafts are always the likeliest tokens", True),
+            **dict.fromkeys(("use_dynamic_tree",), rejected(_NO_TREE, False)),
+            **dict.fromkeys(("dynamic_tree_max_topK", "eagle_choices"), rejected(_NO_TREE)),
+            "posterior_threshold": rejected(_NO_RELAXED),
             "is_public_pool": rejected(
                 "a request drafts from its own tokens: by a pool of all requests one user could "
                 "tell what others write; set it to false or leave it out",
@@ -450,13 +488,11 @@ def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
         if ruling is None:
             kept[name] = value
         elif ruling.verdict is Verdict.SUPPORTED:
+            if ruling.kind is not None and isinstance(value, str):
+                value = ruling.kind.expanded(value)
             if path in _SECTIONS and isinstance(value, Mapping):
                 if ruling.kind is not None:
-                    if not ruling.kind.fits(path, value):
-                        _refuse_unknown_inside(path, value)
-                        warnings.append(f"{path} is ignored: {ruling.kind.otherwise}")
-                        continue
-                    value = {**value, ruling.kind.field: ruling.kind.value}
+                    value = {**value, ruling.kind.name: ruling.kind.value(path, value)}
                 kept[name], lines = translate(value, path + ".")
                 warnings += lines
             elif isinstance(value, str) and value in ruling.dropped:

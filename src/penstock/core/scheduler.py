@@ -37,13 +37,16 @@ class Scheduler:
         *,
         max_in_flight_per_sequence: int | None = None,
         chunk_limit: Callable[[], int] | None = None,
+        max_drafts: Callable[[int], int] | None = None,
     ) -> None:
-        """`chunk_limit`: the most prompt tokens of a step that also decodes."""
+        """`chunk_limit`: the most prompt tokens of a step that also decodes. `max_drafts`: the most
+        drafts of each decode, by their number."""
         self._config = config
         self._kvs = tuple(kvs)
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
         self._chunk_limit = chunk_limit or (lambda: config.max_num_tokens)
+        self._max_drafts = max_drafts or (lambda num_decodes: config.max_num_tokens)
         self._gates: list[Gate] = []
         self._followers: list[Follower] = []
         self._refused: list[TokenDelta] = []  # by gates, until they are taken
@@ -119,7 +122,7 @@ class Scheduler:
         builder = PlanBuilder(self._next_step, budgets)
         self._preempt_leaving(builder)
         is_due = self._preempt_for_tenant(builder)
-        self._plan_decodes(builder)
+        max_drafts = self._plan_decodes(builder)
         builder.limit_chunks(self._chunk_limit())
         if is_due:
             self._admit(builder)  # before prompts under way take all of the budget once more
@@ -131,7 +134,7 @@ class Scheduler:
         self._next_step += 1
         self._in_flight.append((builder.step_id, entries))
         self._gauge()
-        return builder.to_plan([op for kv in self._kvs for op in kv.take_ops()])
+        return builder.to_plan([op for kv in self._kvs for op in kv.take_ops()], max_drafts)
 
     def take_refused(self) -> list[TokenDelta]:
         """The last deltas of requests that a gate has ended since the last call."""
@@ -151,25 +154,26 @@ class Scheduler:
             self._preempt(builder, leaving)
         return True
 
-    def _plan_decodes(self, builder: PlanBuilder) -> None:
+    def _plan_decodes(self, builder: PlanBuilder) -> int:
+        """How many drafts a decode may have in a step like this one."""
         ready = [seq for seq in self._running if self._may_decode(seq)]
         spare = builder.budgets.copy()  # for drafts: what every decode's own token leaves
         for seq in ready:
             spare[seq.dp_rank] -= 1
-        if len(ready) > self._config.max_drafting_decodes:
-            spare = [0] * len(spare)
+        max_drafts = self._max_drafts(len(ready))
         for seq in ready:  # but for those who leave meanwhile
             if seq.state is not State.RUNNING or not self._may_decode(seq):
                 continue
             if not builder.budgets[seq.dp_rank]:
                 continue
-            num_drafts = self._num_drafts(seq, spare[seq.dp_rank])
+            num_drafts = self._num_drafts(seq, min(max_drafts, spare[seq.dp_rank]))
             max_kv_len = seq.num_tokens + seq.num_pending + num_drafts
             if self._reserve_blocks(builder, seq, max_kv_len):
                 if seq.num_tokens + seq.num_pending - 1 == seq.num_prefill:  # the first one
                     self._before_step(builder, seq, seq.num_prefill)
                 spare[seq.dp_rank] -= num_drafts
                 builder.decode(seq, num_drafts, max_kv_len)
+        return max_drafts
 
     def _may_decode(self, seq: Sequence) -> bool:
         is_free = seq.num_in_flight < self._max_in_flight

@@ -5,12 +5,14 @@ This package is the only one that knows both `core` and `runtime`.
 
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from penstock import log
 from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.core.chunk_limit import ChunkLimit
+from penstock.core.drafts import DraftsPerDecode
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop, Executor
@@ -26,6 +28,7 @@ from penstock.hub.task import served_task
 from penstock.ipc.messages import EngineInfo, Fatal
 from penstock.ipc.process import ForkedWorkers
 from penstock.kernels.device import probe
+from penstock.models.eagle3 import parse_eagle3_spec
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.adapters import find_adapters
@@ -38,12 +41,30 @@ from penstock.runtime.rank import LoadedRank, finish_rank, load_rank
 from penstock.runtime.ranks import RankGroup
 from penstock.runtime.timeline import Timeline
 from penstock.types.cache_spec import CacheSize
+from penstock.types.model_spec import DraftModel
 from penstock.types.pooling import Task
 from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import StepPlan, StepResult
 
 _log = log.get(__name__)
+
+
+def _draft_folder(config: EngineConfig, *, weights: bool = True) -> Path | None:
+    asked = config.speculative_config
+    if asked is None or asked.speculative_model is None:
+        return None
+    return local_folder(asked.speculative_model, weights=weights)
+
+
+def _draft_model(config: EngineConfig) -> DraftModel | None:
+    """The checkpoint that drafts, where it is not the model's own."""
+    folder, asked = _draft_folder(config, weights=False), config.speculative_config
+    if folder is None or asked is None:
+        return None
+    is_head = asked.decoding_type == "Eagle3"
+    spec = parse_eagle3_spec(folder).model if is_head else parse_model_spec(folder)
+    return DraftModel(path=str(folder), spec=spec)
 
 
 class Engine:
@@ -65,7 +86,8 @@ class Engine:
             if self._task.task is Task.EMBED:  # nobody reads its logits: it may have no head
                 model_kwargs = {**(model_kwargs or {}), "tie_word_embeddings": True}
             self.spec = parse_model_spec(folder, model_kwargs)
-            self.config = resolve(config, self.spec, probe(), str(folder))
+            draft = _draft_model(config)
+            self.config = resolve(config, self.spec, probe(), str(folder), draft)
             self._sampling = sampling_defaults(
                 config.generation_config,
                 config.override_generation_config.model_dump(),
@@ -75,6 +97,7 @@ class Engine:
         if self.config.load_format != "dummy":
             with timeline.phase("fetch weights"):
                 local_folder(config.model, config.revision)
+                _draft_folder(config)
         workers = CompileWorkers(self.config, self.spec, forked)
         with timeline.phase("build kernels"):
             workers.run(model_kwargs, config.log_level)
@@ -104,11 +127,13 @@ class Engine:
         sizes = zip(loaded.groups, cache.num_blocks, strict=True)
         groups = [cache_group(group, num, config) for group, num in sizes]
         chunk_limit = ChunkLimit(config.tokens_beside_decodes, config.max_num_tokens)
+        drafts = DraftsPerDecode(config.max_drafts, config.max_drafting_decodes, runner.costs)
         self.scheduler = Scheduler(
             config,
             [KVManager(groups, cache.num_host_blocks)],
             counters,
             chunk_limit=lambda: chunk_limit.num_tokens,
+            max_drafts=drafts.most,
         )
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
         self.grammars = Grammars(asked, self.spec)
@@ -131,6 +156,7 @@ class Engine:
             count_step(counters, plan, result)
             seconds = time.monotonic() - started
             chunk_limit.observe(plan, seconds)
+            drafts.observe(plan, result)
             num_accepted = counters.accepted_tokens - num_described
             num_described += num_accepted
             return describe_step(

@@ -35,6 +35,7 @@ class Attention(CachedLayer):
     `query_growth`: queries are multiplied by a number that follows from their position.
     `has_chunks`: the window begins at the last multiple of w that is not behind the token.
     `scale`: of the scores; None is by the head size. `soft_cap`: they become cap * tanh(s / cap).
+    `in_size`: of the input, where it is not the hidden size.
     `sinks`: each head has a score that takes part in the softmax and has no value.
     """
 
@@ -59,6 +60,7 @@ class Attention(CachedLayer):
         zero_centered_norms: bool = False,
         has_norm_weights: bool = True,
         query_growth: QueryGrowth | None = None,
+        in_size: int | None = None,
     ) -> None:
         super().__init__()
         self.head_size = head_size
@@ -78,7 +80,13 @@ class Attention(CachedLayer):
             self.v_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
         self.gated = gated
         self.qkv_proj = QKVLinear(
-            hidden_size, num_heads, num_kv_heads, head_size, bias=qkv_bias, build=build, gated=gated
+            in_size or hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            bias=qkv_bias,
+            build=build,
+            gated=gated,
         )
         self.o_proj = RowLinear(
             num_heads * head_size, hidden_size, role="attention", bias=out_bias, build=build

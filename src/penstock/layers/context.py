@@ -28,3 +28,4 @@ class LayerContext:
     attention: AttentionBackend
     experts: ExpertsContext
     num_positions: int | None = None  # of a sequence in this run; None: all the model has
+    has_mtp: bool = False  # whether the model's MTP head is built

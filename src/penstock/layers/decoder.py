@@ -21,6 +21,7 @@ from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP, SquaredReluMLP
 from penstock.layers.moe import Experts, MoE, Router, experts_or_mlp
+from penstock.layers.mtp import MTPHead
 from penstock.layers.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
 from penstock.types.model_spec import ModelSpec, first_of_each
@@ -135,6 +136,13 @@ class Decoder(nn.Module):
         # Rounded as the weights are: so the model was trained.
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
         self.logit_soft_cap = spec.logit_soft_cap
+        self.captured_layers: tuple[int, ...] = ()  # whose hidden states a drafter reads
+        self.draft_head: nn.Module | None = None  # what drafts for this model, if a module does
+        if build.has_mtp:
+            with_head = spec.with_mtp_layer()
+            rope = ropes[with_head.rope_of(spec.num_layers)]
+            block = self.block(with_head, spec.num_layers, rope, build)
+            self.draft_head = MTPHead(spec, build, block)
 
     def block(self, spec: ModelSpec, layer: int, rope: Rope, build: LayerContext) -> DecoderBlock:
         attention = self.attention(spec, layer, rope, build)
@@ -151,13 +159,26 @@ class Decoder(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of every token of the step, after the final norm."""
-        x_TD, residual_TD = self.embed(batch.input_ids_T), None
-        if self.embedding_scale != 1.0:
-            x_TD = x_TD * self.embedding_scale
-        for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, batch)
-        x_TD, _ = self.norm(x_TD, residual_TD)
+        x_TD, _ = self.captured(batch)
         return x_TD
+
+    def captured(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """The same, and those behind the captured layers one beside the other; where there are
+        none, the same twice."""
+        x_TD, residual_TD = self.embedded(batch.input_ids_T), None
+        # Of a shortened model the last one stands for those that are not there.
+        wanted = [min(index, len(self.layers) - 1) for index in self.captured_layers]
+        found: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            x_TD, residual_TD = layer(x_TD, residual_TD, batch)
+            if index in wanted:
+                found[index] = x_TD + residual_TD
+        x_TD, _ = self.norm(x_TD, residual_TD)
+        return x_TD, torch.cat([found[index] for index in wanted], dim=-1) if found else x_TD
+
+    def embedded(self, ids_T: Tensor) -> Tensor:
+        x_TD = self.embed(ids_T)
+        return x_TD if self.embedding_scale == 1.0 else x_TD * self.embedding_scale
 
     def logits(self, x_LD: Tensor) -> Tensor:
         """Logits of the whole vocabulary, in the model's dtype, on every rank."""

@@ -3,6 +3,7 @@
 from penstock.layers.context import LayerContext
 from penstock.layers.decoder import Decoder
 from penstock.layers.mla import LatentAttention
+from penstock.layers.mtp import layer_names
 from penstock.layers.rope import Rope, score_factor
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import (
@@ -13,16 +14,14 @@ from penstock.weights.mapping import (
     rename,
     rules,
     skip,
-    skip_module,
 )
 
 
-def weight_rules(spec: ModelSpec) -> Rules:
+def weight_rules(spec: ModelSpec, has_mtp: bool = False) -> Rules:
     assert spec.latent is not None, spec
-    drafts = range(spec.num_layers, spec.num_layers + spec.num_nextn_predict_layers)
     queries = "q_proj" if spec.latent.q_rank is None else "q_a_proj"
     return (
-        rules(*(skip_module(f"model.layers.{layer}") for layer in drafts))
+        layer_names(spec, has_mtp)
         + DECODER_NAMES
         + MOE_NAMES
         + rules(
@@ -39,7 +38,7 @@ def weight_rules(spec: ModelSpec) -> Rules:
 class DeepseekForCausalLM(Decoder):
     def __init__(self, spec: ModelSpec, build: LayerContext) -> None:
         super().__init__(spec, build)
-        self.weight_rules = weight_rules(spec)
+        self.weight_rules = weight_rules(spec, build.has_mtp)
 
     def attention(
         self, spec: ModelSpec, layer: int, rope: Rope, build: LayerContext

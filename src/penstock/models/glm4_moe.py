@@ -2,16 +2,16 @@
 
 from penstock.layers.context import LayerContext
 from penstock.layers.decoder import MOE_WEIGHTS, Decoder
+from penstock.layers.mtp import layer_names
 from penstock.types.model_spec import ModelSpec
-from penstock.weights.mapping import rename, rules, skip_module
+from penstock.weights.mapping import rename, rules
 
 
 class Glm4MoeForCausalLM(Decoder):
     def __init__(self, spec: ModelSpec, build: LayerContext) -> None:
         super().__init__(spec, build)
-        drafts = range(spec.num_layers, spec.num_layers + spec.num_nextn_predict_layers)
         self.weight_rules = (
-            rules(*(skip_module(f"model.layers.{layer}") for layer in drafts))
+            layer_names(spec, build.has_mtp)
             + MOE_WEIGHTS
             + rules(rename("mlp.shared_experts", "mlp.shared"))
         )

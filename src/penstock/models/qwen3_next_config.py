@@ -45,6 +45,7 @@ FAMILIES = {
         qk_norm=True,
         rotated=0.25,
         zero_centered_norms=True,
+        num_nextn_predict_layers=1,
         delta=_delta,
         moe=experts(
             num_experts=512,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.layers.decoder import Decoder
     from penstock.parallel.mesh import RankMesh
     from penstock.quantization.choose import Schemes
+    from penstock.weights.load import LoadableModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +78,15 @@ def build_model(
     cache_dtype: "torch.dtype | None" = None,
     experts: "ExpertsContext | None" = None,
     num_positions: int | None = None,
+    has_mtp: bool = False,
 ) -> "Decoder":
     """This rank's shard of the model, its parameters on `device` and not yet filled.
 
     Without `schemes` weights are stored as in the checkpoint; without `cache_dtype` the cache has
     the model's. `num_positions`: how long a sequence may become, if not as the model allows.
+    `has_mtp`: with its MTP head.
     """
     from penstock.layers.context import ExpertsContext, LayerContext
-    from penstock.layers.linear import Linear
-    from penstock.layers.moe import Experts
     from penstock.quantization.choose import choose_schemes
 
     schemes = schemes or choose_schemes(spec.quantization, None, dtype, device)
@@ -98,10 +99,20 @@ def build_model(
         attention=attention,
         experts=experts or ExpertsContext(),
         num_positions=num_positions,
+        has_mtp=has_mtp,
     )
     entry = next(one for one in _MODELS.values() if one.architecture == spec.architecture)
     module = importlib.import_module(f"penstock.models.{entry.file}")
     model = cast("Decoder", getattr(module, entry.class_name)(spec, build).eval())
+    use_schemes(model, schemes)
+    return model
+
+
+def use_schemes(model: "LoadableModel", schemes: "Schemes") -> None:
+    """Each layer gets its scheme, by what the checkpoint calls it."""
+    from penstock.layers.linear import Linear
+    from penstock.layers.moe import Experts
+
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
             parts = range(len(layer.shape.outputs))
@@ -111,4 +122,3 @@ def build_model(
             parts = range(2 * layer.num_experts)
             sources = [model.weight_rules.source(Target(f"{name}.gate_up", p)) for p in parts]
             layer.use(schemes.experts(sources))
-    return model

@@ -123,8 +123,13 @@ class AdapterField:
 
 
 def _adapted_layers(config: LoraRun, model: Decoder) -> dict[str, Linear]:
-    """The linear layers that get slots: those whose modules are named, or all."""
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
+    """The linear layers that get slots: those whose modules are named, or all of the model's. What
+    drafts for it has none: its drafts are checked."""
+    layers = {
+        name: one
+        for name, one in model.named_modules()
+        if isinstance(one, Linear) and not name.startswith("draft_head.")
+    }
     wanted = set(config.target_modules) or _targets(config)
     if wanted is None:
         return layers

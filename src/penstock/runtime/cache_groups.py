@@ -22,8 +22,16 @@ _REUSED_WINDOWS = 1  # for each row, so that prefixes are found for a while
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
+    """`beside`: layers that keep other things of the same tokens, in blocks of the same numbers."""
+
     spec: CacheSpec
     layers: tuple[CachedLayer, ...]
+    beside: tuple["LayerGroup", ...] = ()
+
+    @property
+    def parts(self) -> tuple["LayerGroup", ...]:
+        """Of one spec each."""
+        return (self, *self.beside)
 
     @property
     def window(self) -> int | None:
@@ -40,7 +48,7 @@ class LayerGroup:
 
     def block_bytes(self, block_size: int) -> int:
         """What one block of every layer takes on this rank."""
-        return len(self.layers) * block_bytes(self.spec, block_size)
+        return sum(len(p.layers) * block_bytes(p.spec, block_size) for p in self.parts)
 
     def window_blocks(self, config: RunConfig) -> int:
         """Blocks of a group of windows."""
@@ -92,7 +100,10 @@ def group_layers(layers: Sequence[CachedLayer], config: RunConfig) -> tuple[Laye
     for layer, spec in zip(layers, specs, strict=True):
         found.setdefault(spec, []).append(layer)
     groups = [LayerGroup(spec=spec, layers=tuple(own)) for spec, own in found.items()]
-    groups.sort(key=lambda group: not group.keeps_all)
-    assert [group.keeps_all for group in groups].count(True) == 1, "one group keeps every token"
+    first, *beside = [group for group in groups if group.keeps_all]
+    groups = [
+        replace(first, beside=tuple(beside)),
+        *(group for group in groups if not group.keeps_all),
+    ]
     assert [group.has_states for group in groups].count(True) <= 1, "layers have equal states"
     return tuple(groups)

@@ -5,7 +5,7 @@ has not seen the tokens that it goes on from. What it proposes is checked; a bad
 and nothing else.
 """
 
-# N rows of a step, W most new tokens of a row, K most drafts
+# T tokens of a step, N rows that have new ones, W most of a row, K most drafts
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,33 +13,58 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.config.run import RunConfig
+from penstock.config.run import (
+    EagleDrafting,
+    ModelDrafting,
+    MTPDrafting,
+    NGramDrafting,
+    RunConfig,
+)
+from penstock.layers.decoder import Decoder
+from penstock.layers.mtp import MTPHead
+from penstock.models.eagle3 import Eagle3Head
+from penstock.runtime.drafter_inputs import DrafterInputs
+from penstock.runtime.graphs import GraphPool
+from penstock.runtime.head_drafter import HeadDrafter
+from penstock.runtime.input_batch import Rows
+from penstock.runtime.model_drafter import ModelDrafter
 from penstock.runtime.ngram_drafter import NGramDrafter
 from penstock.types.step import RowJoin
 
 
 class Drafter(Protocol):
     max_drafts: int  # K
+    follows_steps: bool  # it is told of every step, and what the model computed in it
+
+    def capture(
+        self, pool: GraphPool, sizes: tuple[int, ...], may_pad: bool, max_kv_len: int
+    ) -> None:
+        """CUDA graphs of what it runs behind steps of decodes, of so many tokens."""
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows held is gone."""
 
-    def draft(
-        self,
-        rows_N: Tensor,
-        indices_N: Tensor,
-        token_ids_NW: Tensor,
-        num_accepted_N: Tensor,
-        max_kv_len: int,
-    ) -> Tensor:
-        """int64 [N, K]: tokens to follow the new ones, negative where there are none.
-
-        Row i has gained the first `num_accepted_N[i]` of its tokens, from `indices_N[i]` on;
-        `max_kv_len` bounds where they end. Nothing waits for the device.
-        """
+    def draft(self, step: DrafterInputs) -> Tensor:
+        """int64 [N, K]: tokens to follow the new ones, negative where there are none. Where none
+        are worth it, the drafter only keeps up. Nothing waits for the device."""
 
 
-def make_drafter(config: RunConfig, device: torch.device) -> Drafter | None:
-    if config.drafting is None:
-        return None
-    return NGramDrafter(config.max_batch_size, config.max_seq_len, config.drafting, device)
+def make_drafter(
+    config: RunConfig, model: Decoder, rows: Rows, device: torch.device
+) -> Drafter | None:
+    dtype = getattr(torch, config.dtype)
+    match config.drafting:
+        case NGramDrafting() as drafting:
+            return NGramDrafter(config.max_batch_size, config.max_seq_len, drafting, device)
+        case MTPDrafting(max_drafts=max_drafts):
+            assert isinstance(model.draft_head, MTPHead)
+            best = lambda x_ND: model.logits(x_ND).argmax(-1)  # noqa: E731
+            return HeadDrafter(model.embedded, model.draft_head, best, rows, max_drafts, dtype)
+        case EagleDrafting(max_drafts=max_drafts):
+            head = model.draft_head
+            assert isinstance(head, Eagle3Head)
+            return HeadDrafter(model.embedded, head, head.best, rows, max_drafts, dtype)
+        case ModelDrafting(max_drafts=max_drafts):
+            assert isinstance(model.draft_head, Decoder)
+            return ModelDrafter(model.draft_head, rows, max_drafts)
+    return None

@@ -1,7 +1,8 @@
 """CUDA graphs: steps captured once per size and replayed with new inputs.
 
-`DecodeGraphs` have a size per number of sequences and take row numbers alone. Steps with prompts
-are in `mixed_graphs.py`.
+`DecodeGraphs` have a size per number of tokens, drafted ones included, and take row numbers alone
+(and how far a drafted token is behind its row's last one). Steps with prompts are in
+`mixed_graphs.py`.
 """
 
 # N entries of a captured size, L of them with logits, V vocabulary
@@ -9,6 +10,7 @@ are in `mixed_graphs.py`.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,16 +19,20 @@ from torch import Tensor
 from penstock.runtime.input_batch import Rows
 from penstock.types.step import Int32s
 
-Outputs = tuple[Tensor, Tensor, Tensor]
-"""logits_NV, kv_lens_N, rows_N as int64"""
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""logits_NV, kv_lens_N, rows_N as int64; hidden states of all tokens where a drafter reads them"""
 GraphStep = Callable[[Tensor], Outputs]
-"""From rows_N, or from a step as `StepShape` packs it; builds everything on the device and waits
-for nothing."""
+"""From `decode_inputs`, or from a step as `StepShape` packs it; builds everything on the device and
+waits for nothing."""
+T = TypeVar("T")
 
 
 def decode_inputs(rows: Rows, size: int) -> Tensor:
-    """Of a step of padding alone, from which one is captured."""
-    return torch.full((size,), rows.padding_row, dtype=torch.int32, device=rows.device)
+    """Of a step of padding alone, from which one is captured: rows, and where graphs take drafts
+    behind them how far each token is from its row's last one."""
+    inputs = torch.zeros(size * rows.decode_width, dtype=torch.int32, device=rows.device)
+    inputs[:size] = rows.padding_row
+    return inputs
 
 
 class GraphPool:
@@ -43,17 +49,33 @@ class GraphPool:
         self, step: GraphStep, inputs: Tensor, warmup: AbstractContextManager[None] | None = None
     ) -> "Captured":
         """`warmup`: what to run the step in once before, where that may be less than all of it."""
+        graph, outputs = self._capture(lambda: step(inputs), warmup)
+        logits_NV, kv_lens_N, rows_N, hidden_TE = outputs
+        if hidden_TE is not None:
+            hidden_TE = _borrowed(hidden_TE)
+        return Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N, hidden_TE))
+
+    def capture_call(
+        self, run: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]
+    ) -> "CapturedCall":
+        """The same of anything; inputs and outputs keep their memory."""
+        graph, outputs = self._capture(lambda: run(*inputs), None)
+        return CapturedCall(graph, inputs, outputs)
+
+    def _capture(
+        self, run: Callable[[], T], warmup: AbstractContextManager[None] | None
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
         self._stream.wait_stream(torch.cuda.current_stream())  # which may still write the inputs
         with torch.cuda.stream(self._stream), warmup or nullcontext():
-            step(inputs)  # compiles kernels and grows workspaces outside the capture
+            run()  # compiles kernels and grows workspaces outside the capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Thread-local: a collective's watchdog thread may ask for its events meanwhile.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            logits_NV, kv_lens_N, rows_N = step(inputs)
-        return Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N))
+            outputs = run()
+        return graph, outputs
 
 
 class _Memory:
@@ -82,8 +104,20 @@ class Captured:
     outputs: Outputs
 
     def replay(self, inputs: Int32s) -> Outputs:
-        """The next replay, of any graph of the pool, overwrites the logits, in stream order."""
+        """The next replay, of any graph of the pool, overwrites the logits and hidden states, in
+        stream order."""
         self.inputs.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
+        self.graph.replay()
+        return self.outputs
+
+
+@dataclass(slots=True)
+class CapturedCall:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]  # the caller writes into them
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> tuple[Tensor, ...]:
         self.graph.replay()
         return self.outputs
 
@@ -93,24 +127,35 @@ class DecodeGraphs:
         self._step = step
         self._sizes = np.array(sorted(sizes), np.int64)
         self._may_pad = may_pad
-        self._padding_row = rows.padding_row
-        self._rows = decode_inputs(rows, max(sizes))
+        self._rows = rows
         self._captured: dict[int, Captured] = {}
 
     def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
-            self._captured[size] = pool.capture(self._step, self._rows[:size])
+            self._captured[size] = pool.capture(self._step, decode_inputs(self._rows, size))
 
     def fits(self, num_entries: int) -> bool:
         return self._padded(num_entries) is not None
 
-    def replay(self, rows: Int32s) -> Outputs:
+    @property
+    def takes_drafts(self) -> bool:
+        return self._rows.decode_width > 1
+
+    def replay(self, rows: Int32s, offsets: Int32s | None = None) -> Outputs:
+        """`offsets`: how far each token is behind its row's last one; None: not at all."""
         size = self._padded(len(rows))
         assert size is not None
-        padded = np.full(size, self._padding_row, np.int32)
-        padded[: len(rows)] = rows
-        logits_NV, kv_lens_N, rows_N = self._captured[size].replay(padded)
-        return logits_NV[: len(rows)], kv_lens_N[: len(rows)], rows_N[: len(rows)]
+        padded = np.zeros((self._rows.decode_width, size), np.int32)
+        padded[0] = self._rows.padding_row
+        padded[0, : len(rows)] = rows
+        if offsets is not None:
+            padded[1, : len(rows)] = offsets
+        outputs = self._captured[size].replay(padded.reshape(-1))
+        logits_NV, kv_lens_N, rows_N, hidden_ND = (
+            None if one is None else one[: len(rows)] for one in outputs
+        )
+        assert logits_NV is not None and kv_lens_N is not None and rows_N is not None
+        return logits_NV, kv_lens_N, rows_N, hidden_ND
 
     def _padded(self, num_entries: int) -> int | None:
         at = int(np.searchsorted(self._sizes, num_entries))

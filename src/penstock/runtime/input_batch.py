@@ -45,6 +45,36 @@ def _filled(array: Int32s, size: int, value: int) -> Int32s:
     return filled
 
 
+def fed_tokens(plan: StepPlan) -> tuple[Int32s, Int32s]:
+    """Of each token that decodes feed: its row, and how far it is behind the row's last token."""
+    fed = plan.num_tokens[: plan.num_decodes]
+    firsts = np.cumsum(fed) - fed
+    offsets = np.arange(int(fed.sum()), dtype=np.int32) - np.repeat(firsts, fed)
+    return np.repeat(plan.rows[: plan.num_decodes], fed), offsets.astype(np.int32)
+
+
+def by_token(plan: StepPlan) -> StepPlan:
+    """The step with every token that decodes feed as a decode of its own; `starts` say how far it
+    is behind its row's last token: FROM_DEVICE less that."""
+    num_decodes = plan.num_decodes
+    rows, offsets = fed_tokens(plan)
+    fed, ones = plan.num_tokens[:num_decodes], np.ones_like(rows)
+    return replace(
+        plan,
+        dp_ranks=np.append(
+            np.repeat(plan.dp_ranks[:num_decodes], fed), plan.dp_ranks[num_decodes:]
+        ),
+        rows=np.append(rows, plan.rows[num_decodes:]),
+        starts=np.append(FROM_DEVICE - offsets, plan.starts[num_decodes:]),
+        num_tokens=np.append(ones, plan.num_tokens[num_decodes:]),
+        num_logit_rows=np.append(ones, plan.num_logit_rows[num_decodes:]),
+        max_kv_lens=np.append(
+            np.repeat(plan.max_kv_lens[:num_decodes], fed), plan.max_kv_lens[num_decodes:]
+        ),
+        num_decodes=len(rows),
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
     """One step, ready to run: the model's batch, and which tokens' hidden states become logits."""
@@ -69,10 +99,13 @@ class Rows:
         groups: Sequence[bool] = (True,),
         max_drafts: int = 0,
         fields: Sequence[BatchField] = (),
+        num_positions: int | None = None,
     ) -> None:
         """`groups`: of each cache group, whether blocks hold `block_size` tokens; else one holds
-        the whole sequence, and a token's slot is that block. `fields`: of features."""
+        the whole sequence, and a token's slot is that block. `fields`: of features.
+        `num_positions`: that a token may have, where that is less than its row has blocks for."""
         self.device = device
+        self.num_positions = num_positions or max_blocks * block_size
         self.block_size = block_size
         self.padding_row = max_rows
         self.last_tokens_R = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
@@ -86,6 +119,9 @@ class Rows:
         ]
         self._is_paged = tuple(groups)
         self._fields = tuple(fields)
+        # Numbers that a decode graph takes of each token. Recurrent layers look at host numbers
+        # where there are drafts, so that no graph can hold such a step.
+        self.decode_width = 2 if max_drafts and all(groups) else 1
         num_entries = max_rows * (1 + max_drafts) + 1
         self._arange_R1 = torch.arange(num_entries + 1, dtype=torch.int32, device=device)
         self._prefill_ids: dict[int, Int32s] = {}  # host: what each row must prefill
@@ -108,8 +144,9 @@ class Rows:
                 0, places_and_ids[:num_places].view(torch.int64), places_and_ids[num_places:]
             )
 
-    def build(self, plan: StepPlan) -> StepInputs:
-        """The tensors of a step with any mix of prompt chunks and decodes."""
+    def build(self, plan: StepPlan, *, is_grown: bool = False) -> StepInputs:
+        """The tensors of a step with any mix of prompt chunks and decodes. `is_grown`: once more,
+        rows are as long as the step made them."""
         sampling = np.flatnonzero(plan.num_logit_rows).astype(np.int32)
         arrays = self._host_arrays(plan, plan.num_entries, int(plan.num_tokens.sum()))
         *tensors, sampling_L = all_to_device([*arrays, sampling], self.device)
@@ -120,6 +157,7 @@ class Rows:
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[plan.num_decodes :].tolist()),
             rows=plan.rows,
+            is_grown=is_grown,
         )
         sampling_rows = sampling_L.long()
         return StepInputs(
@@ -130,41 +168,31 @@ class Rows:
             logit_index_L=(batch.query_starts_N1[1:].long() - 1)[sampling_rows],
         )
 
-    def build_drafted(self, plan: StepPlan) -> StepInputs:
+    def build_drafted(self, plan: StepPlan, *, is_grown: bool = False) -> StepInputs:
         """The same where a decode has drafts: each of its tokens is an entry of the batch."""
         num_decodes, counts = plan.num_decodes, plan.num_tokens
         fed, num_fed = counts[:num_decodes], int(counts[:num_decodes].sum())
         num_single, ends = int((fed == 1).sum()), np.cumsum(counts)
-        offsets = np.arange(num_fed, dtype=np.int32)
-        offsets -= np.repeat(ends[:num_decodes] - fed, fed).astype(np.int32)
-        by_token = replace(
-            plan,
-            rows=np.concatenate((np.repeat(plan.rows[:num_decodes], fed), plan.rows[num_decodes:])),
-            starts=np.append(np.full(num_fed, FROM_DEVICE, np.int32), plan.starts[num_decodes:]),
-            num_tokens=np.append(np.ones(num_fed, np.int32), counts[num_decodes:]),
-            num_decodes=num_fed,
-        )
+        tokens = by_token(plan)
         sampling = np.flatnonzero(plan.num_logit_rows)
         sampling_chunks = sampling[sampling >= num_decodes]
-        *tensors, offsets_N, starts_E1, logit_index_L, rows_L, rows_N = all_to_device(
+        *tensors, starts_E1, logit_index_L, rows_L = all_to_device(
             [
-                *self._host_arrays(by_token, by_token.num_entries, int(ends[-1])),
-                _filled(offsets, by_token.num_entries, 0),
+                *self._host_arrays(tokens, tokens.num_entries, int(ends[-1])),
                 np.append(0, ends),
                 np.append(np.arange(num_fed), ends[sampling_chunks] - 1),
-                np.append(by_token.rows[:num_fed], plan.rows[sampling_chunks]),
-                plan.rows[sampling],
+                np.append(tokens.rows[:num_fed], plan.rows[sampling_chunks]),
             ],
             self.device,
         )
         batch = self._batch(
             tensors,
             num_decodes=num_fed,
-            max_query_len=int(by_token.num_tokens.max()),
+            max_query_len=int(tokens.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[num_decodes:].tolist()),
             rows=plan.rows,
-            offsets_N=offsets_N,
+            is_grown=is_grown,
             drafted=None
             if all(self._is_paged)
             else DraftedSpans(
@@ -179,12 +207,17 @@ class Rows:
             batch=batch,
             rows_L=rows_L.long(),
             kv_lens_L=batch.positions_T[logit_index].int() + 1,
-            rows=np.append(by_token.rows[:num_fed], plan.rows[sampling_chunks]),
+            rows=np.append(tokens.rows[:num_fed], plan.rows[sampling_chunks]),
             logit_index_L=logit_index,
-            drafted=DraftedRows(
-                plan.num_logit_rows[sampling], self.drafts_RK[rows_N.long(), : int(fed.max()) - 1]
-            ),
+            drafted=self.drafted_rows(plan),
         )
+
+    def drafted_rows(self, plan: StepPlan) -> DraftedRows:
+        """What the step's entries that sample have been fed."""
+        sampling = np.flatnonzero(plan.num_logit_rows)
+        rows_N = to_device(plan.rows[sampling], self.device).long()
+        most = int(plan.num_tokens[: plan.num_decodes].max()) - 1
+        return DraftedRows(plan.num_logit_rows[sampling], self.drafts_RK[rows_N, :most])
 
     def padded_batch(
         self, packed: Tensor, shape: StepShape, max_kv_len: int
@@ -235,31 +268,35 @@ class Rows:
         max_kv_len: int,
         cached_lens: tuple[int, ...] | None = None,
         rows: Int32s | None = None,
-        offsets_N: Tensor | None = None,
+        is_grown: bool = False,
         drafted: DraftedSpans | None = None,
     ) -> ForwardBatch:
-        """From the arrays of `_host_arrays`. Rows are as long as their entries say from here on.
-
-        `offsets_N`: how far each decode is behind its row's end; the drafts are fed there, and the
-        row grows when it is known how many of them count.
+        """From the arrays of `_host_arrays`. Rows are as long as their entries say from here on;
+        by drafts they grow when it is known how many of them count. `is_grown`: they are already.
         """
         rows_N, starts_N, counts_N, query_starts_N1, ids_T, entries_T, offsets_T = tensors
-        is_prompt_N = starts_N != FROM_DEVICE
-        index_N = rows_N.long()
+        is_prompt_N = starts_N >= 0
+        index_N = grown = rows_N.long()
         own_firsts_N, own_ids_N = self.lengths_R[index_N], self.last_tokens_R[index_N]
-        if offsets_N is not None:
+        if is_grown:
+            own_firsts_N = own_firsts_N - 1
+        if self.drafts_RK.shape[1]:
+            offsets_N = (FROM_DEVICE - starts_N).clamp(min=0)
             own_firsts_N = own_firsts_N + offsets_N
             drafts_N = self.drafts_RK[index_N, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
             own_ids_N = torch.where(offsets_N > 0, drafts_N, own_ids_N)
+            grown = torch.where(offsets_N > 0, self.padding_row, index_N)
         firsts_N = torch.where(is_prompt_N, starts_N, own_firsts_N)
         entries = entries_T.long()
         rows_T = index_N[entries]
         positions_T = (firsts_N[entries] + offsets_T).long()
         input_ids_T = torch.where(is_prompt_N[entries], ids_T.long(), own_ids_N[entries])
         kv_lens_N = firsts_N + counts_N
-        grown = slice(0 if offsets_N is None else num_decodes, None)
-        self.lengths_R.index_copy_(0, index_N[grown], kv_lens_N[grown])
-        return self._with_groups(
+        if not is_grown:
+            self.lengths_R.index_copy_(0, grown, kv_lens_N)
+        if grown is not index_N:
+            self.lengths_R[self.padding_row :].zero_()
+        return self._with_fields(
             rows_T,
             ForwardBatch(
                 input_ids_T=input_ids_T,
@@ -291,18 +328,35 @@ class Rows:
         )
 
     def decode_batch(
-        self, rows_N: Tensor, max_kv_len: int, rows: Int32s | None = None
+        self,
+        rows_N: Tensor,
+        max_kv_len: int,
+        rows: Int32s | None = None,
+        offsets_N: Tensor | None = None,
     ) -> ForwardBatch:
         """One token of each row, built on the device; `rows_N` may hold padding rows. `rows`: the
-        same on the host, where it knows them."""
-        input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
-            rows_N, self.last_tokens_R, self.lengths_R, self.block_tables[0], self.block_size
-        )
+        same on the host, where it knows them.
+
+        `offsets_N`: how far each token is behind its row's last one, 0 or a draft's place; rows
+        grow by the one that is not drafted.
+        """
         index_N = rows_N.long()
-        self.lengths_R.index_copy_(0, index_N, kv_lens_N)
+        if offsets_N is None:
+            input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
+                rows_N, self.last_tokens_R, self.lengths_R, self.block_tables[0], self.block_size
+            )
+            grown = index_N
+        else:
+            drafts_N = self.drafts_RK[index_N, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
+            input_ids_N = torch.where(offsets_N > 0, drafts_N, self.last_tokens_R[index_N])
+            positions_N = (self.lengths_R[index_N] + offsets_N).long()
+            kv_lens_N = positions_N.int() + 1
+            slots_N = self._slots(0, index_N, positions_N)
+            grown = torch.where(offsets_N > 0, self.padding_row, index_N)
+        self.lengths_R.index_copy_(0, grown, kv_lens_N)
         self.lengths_R[self.padding_row :].zero_()
         num_entries = rows_N.shape[0]
-        return self._with_groups(
+        return self._with_fields(
             index_N,
             ForwardBatch(
                 input_ids_T=input_ids_N,
@@ -319,13 +373,74 @@ class Rows:
             rows,
         )
 
-    def _with_groups(
+    def fed_ids(self, rows_N: Tensor, offsets: Int32s | None) -> Tensor:
+        """What a decode step has fed, as long as nothing was accepted: see `decode_batch`."""
+        ids_N = self.last_tokens_R[rows_N]
+        if offsets is None:
+            return ids_N
+        offsets_N = to_device(offsets, self.device).long()
+        drafts_N = self.drafts_RK[rows_N, (offsets_N - 1).clamp(min=0)].clamp(min=0)
+        return torch.where(offsets_N > 0, drafts_N, ids_N)
+
+    def batch_at(
+        self,
+        rows_N: Tensor,
+        positions_N: Tensor,
+        max_kv_len: int,
+        *,
+        input_ids_N: Tensor | None = None,
+        ends_N: Tensor | None = None,
+    ) -> ForwardBatch:
+        """One token of each row at these positions, for who runs beside the model: rows stay as
+        they are. From `ends_N` on rows have no blocks: such a token is written to the padding
+        block, and stands for the last one before it. None of both: no ids, blocks for all."""
+        size = self.block_tables[0].shape[1] * self.block_size
+        at_N = positions_N if ends_N is None else torch.minimum(positions_N, ends_N - 1)
+        num_entries = rows_N.shape[0]
+        batch = self._with_groups(
+            rows_N,
+            ForwardBatch(
+                input_ids_T=torch.zeros_like(at_N) if input_ids_N is None else input_ids_N,
+                positions_T=at_N,
+                slots_T=self._slots(0, rows_N, at_N),
+                rows_N=rows_N.int(),
+                query_starts_N1=self._arange_R1[: num_entries + 1],
+                kv_lens_N=at_N.int() + 1,
+                block_table_RM=self.block_tables[0],
+                num_decodes=num_entries,
+                max_query_len=1,
+                max_kv_len=min(max_kv_len, size),
+            ),
+        )
+        if ends_N is not None:
+            for own in (batch, *batch.others):
+                own.slots_T = torch.where(positions_N < ends_N, own.slots_T, 0)
+        return batch
+
+    def next_of_chunks(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """(token of the step, the prompt's next id), both int64, of each chunk that does not reach
+        the end of what its row must prefill; None: there is none."""
+        chunks = np.flatnonzero(plan.num_logit_rows == 0)
+        if not len(chunks):
+            return None
+        ends = plan.starts[chunks] + plan.num_tokens[chunks]
+        rows = plan.rows[chunks].tolist()
+        ids = [self._prefill_ids[row][end] for row, end in zip(rows, ends, strict=True)]
+        last = np.cumsum(plan.num_tokens)[chunks] - 1
+        last_C, ids_C = to_device(np.array((last, ids), np.int64), self.device)
+        return last_C, ids_C
+
+    def _with_fields(
         self, rows_T: Tensor, batch: ForwardBatch, rows: Int32s | None
     ) -> ForwardBatch:
-        """The batch of group 0 with the fields of features, and beside it that of every other
-        group. `rows`: of its entries; None: a graph, which serves any."""
+        """The batch with the fields of features. `rows`: of its entries; None: a graph, which
+        serves any."""
         for field in self._fields:
             field.attach(batch, rows_T, rows)
+        return self._with_groups(rows_T, batch)
+
+    def _with_groups(self, rows_T: Tensor, batch: ForwardBatch) -> ForwardBatch:
+        """The batch of group 0, and beside it that of every other group."""
         batch.others = tuple(
             replace(
                 batch,

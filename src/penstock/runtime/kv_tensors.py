@@ -25,14 +25,17 @@ class KVTensors:
     ) -> None:
         self._groups: list[list[Tensor]] = []  # the planes of each group, [L, B, ...]
         for number, (group, num) in enumerate(zip(groups, num_blocks, strict=True)):
-            planes = [
-                _zeros((len(group.layers), num, *plane.shape), getattr(torch, plane.dtype), device)
-                for plane in group.spec.planes(block_size)
-            ]
-            for at, layer in enumerate(group.layers):
-                layer.group = number
-                layer.bind_cache(*(plane_LB[at] for plane_LB in planes))
-            self._groups.append(planes)
+            self._groups.append([])
+            for part in group.parts:
+                shapes = part.spec.planes(block_size)
+                planes = [
+                    _zeros((len(part.layers), num, *p.shape), getattr(torch, p.dtype), device)
+                    for p in shapes
+                ]
+                for at, layer in enumerate(part.layers):
+                    layer.group = number
+                    layer.bind_cache(*(plane_LB[at] for plane_LB in planes))
+                self._groups[-1] += planes
         # Of each group; none where nothing is swapped out.
         self._host = list(map(HostBlocks, self._groups, num_host_blocks))
 

@@ -206,7 +206,8 @@ def fitted(config: RunConfig, size: CacheSize) -> RunConfig:
     if size.max_rows >= config.max_batch_size:
         return config
     most = size.max_rows
-    graph_sizes = {min(num, most) for num in config.graph_batch_sizes}
+    most_tokens = most * (1 + config.max_drafts)
+    graph_sizes = {min(num, most_tokens) for num in config.graph_batch_sizes}
     return replace(
         config,
         max_batch_size=most,

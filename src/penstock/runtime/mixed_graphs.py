@@ -81,9 +81,13 @@ class MixedGraphs:
         shape = self._shape_of(plan)
         assert shape is not None, plan
         packed = shape.pack(plan, self._rows.padding_row, self._rows.prefill_ids)
-        logits_NV, kv_lens_N, rows_N = self._captured[shape].replay(packed)
+        logits_NV, kv_lens_N, rows_N, hidden_TE = self._captured[shape].replay(packed)
+        if hidden_TE is not None:  # without padding
+            first, num_tokens = shape.num_decodes, int(plan.num_tokens.sum())
+            chunks = hidden_TE[first : first + num_tokens - plan.num_decodes]
+            hidden_TE = torch.cat((hidden_TE[: plan.num_decodes], chunks))
         num_logits = int((plan.num_logit_rows > 0).sum())
-        return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits]
+        return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits], hidden_TE
 
     def _shape_of(self, plan: StepPlan) -> StepShape | None:
         num_decodes = plan.num_decodes

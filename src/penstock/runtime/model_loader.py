@@ -1,23 +1,27 @@
 """One rank's model on its device: built with its quantization schemes, then filled with weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
+from torch import nn
 
-from penstock.config.run import RunConfig
+from penstock.config.run import EagleDrafting, ModelDrafting, MTPDrafting, RunConfig
 from penstock.errors import ConfigError
 from penstock.kernels import native, triton_cache
 from penstock.kernels.attention.backend import get_backend
-from penstock.layers.context import ExpertsContext
+from penstock.layers.context import ExpertsContext, LayerContext
 from penstock.layers.decoder import Decoder
-from penstock.models.registry import build_model
+from penstock.models.eagle3 import Eagle3Head, Eagle3Spec, parse_eagle3_spec
+from penstock.models.registry import build_model, use_schemes
+from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.parallel.parameter import PlacedParameter
 from penstock.quantization.choose import choose_schemes
 from penstock.runtime.timeline import Timeline
 from penstock.types.model_spec import ModelSpec
-from penstock.weights.load import dummy_weights, load_weights
+from penstock.weights.load import LoadableModel, dummy_weights, load_weights
 
 
 def rank_device(config: RunConfig, rank: int) -> torch.device:
@@ -57,11 +61,58 @@ def load_model(
         else:
             path = Path(config.model_path)
             load_weights(model, path, spec, mesh, progress=mesh.rank == 0)
+        add_draft_model(model, config, spec, mesh, device)
         weights = sum(cast(PlacedParameter, p).num_bytes for p in model.parameters())
         model.finish()
         if device.type == "cuda":
             torch.cuda.synchronize()
     return model, device, weights
+
+
+def add_draft_model(
+    model: Decoder, config: RunConfig, spec: ModelSpec, mesh: RankMesh, device: torch.device
+) -> None:
+    """What drafts for the model, where it has a checkpoint of its own, with its weights."""
+    match config.drafting:
+        case ModelDrafting(model_path=path):
+            draft_spec = parse_model_spec(Path(path))
+            own = replace(config, model_path=path, quantization=None, drafting=None)
+            draft: LoadableModel = _empty_model(own, draft_spec, mesh, device)
+        case EagleDrafting(model_path=path, layers=layers):
+            eagle_spec = parse_eagle3_spec(Path(path))
+            draft_spec = eagle_spec.model
+            draft = head = _empty_eagle3(config, eagle_spec, mesh, device)
+            model.captured_layers = layers
+            if config.load_format != "dummy":
+                head.read_targets(Path(path))
+        case _:
+            return
+    if config.load_format == "dummy":
+        dummy_weights(draft, config.seed)
+    else:
+        load_weights(draft, Path(path), draft_spec, mesh, progress=mesh.rank == 0)
+    assert isinstance(draft, nn.Module)
+    model.draft_head = draft
+
+
+def _empty_eagle3(
+    config: RunConfig, spec: Eagle3Spec, mesh: RankMesh, device: torch.device
+) -> Eagle3Head:
+    dtype = getattr(torch, config.dtype)
+    schemes = choose_schemes(spec.model.quantization, None, dtype, device)
+    build = LayerContext(
+        mesh=mesh,
+        dtype=dtype,
+        device=device,
+        cache_dtype=getattr(torch, config.kv_dtype),
+        tables=schemes.tables,
+        attention=get_backend(config.attention_backend),
+        experts=ExpertsContext(),
+        num_positions=max_row_tokens(config),
+    )
+    head = Eagle3Head(spec, build).eval()
+    use_schemes(head, schemes)
+    return head
 
 
 def _is_about_memory(error: RuntimeError) -> bool:
@@ -83,7 +134,16 @@ def _empty_model(
     )
     backend, cache_dtype = get_backend(config.attention_backend), getattr(torch, config.kv_dtype)
     return build_model(
-        spec, mesh, dtype, device, backend, schemes, cache_dtype, experts, max_row_tokens(config)
+        spec,
+        mesh,
+        dtype,
+        device,
+        backend,
+        schemes,
+        cache_dtype,
+        experts,
+        max_row_tokens(config),
+        has_mtp=isinstance(config.drafting, MTPDrafting),
     )
 
 

@@ -4,7 +4,7 @@ Everything is enqueued; the first to wait for the device is the handle's `wait`.
 """
 
 # T tokens in the step, N entries that sample, L logit rows, W most of an entry, D hidden size,
-# V vocabulary, 2 a token and whether it is one, K most drafts of a row
+# V vocabulary, E what drafters read of it, 2 a token and whether it is one, K most drafts of a row
 
 import time
 from collections.abc import Callable
@@ -15,14 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.config.run import RunConfig
+from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.transfer import start_copy_to_host
 from penstock.layers.decoder import Decoder
 from penstock.parallel.collectives import broadcast
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.drafter import Drafter
-from penstock.runtime.graphs import DecodeGraphs, GraphStep, Outputs
-from penstock.runtime.input_batch import Rows, StepInputs
+from penstock.runtime.drafter_inputs import DrafterInputs, FedTokens
+from penstock.runtime.graphs import DecodeGraphs, GraphPool, GraphStep, Outputs
+from penstock.runtime.input_batch import Rows, StepInputs, by_token, fed_tokens
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.mixed_graphs import MixedGraphs
 from penstock.runtime.pooler import Pooled, Pooler
@@ -32,6 +35,7 @@ from penstock.sampling.logprobs import SampledLogprobs
 from penstock.sampling.sampler import NOT_FINITE, Sampler
 from penstock.sampling.verification import Accepted, DraftedRows, verify
 from penstock.types.step import Int32s, LateInputs, RanAs, StepPlan, StepResult
+from penstock.types.step_costs import StepCosts
 
 _BYTES_PERIOD_S = 1.0
 
@@ -47,6 +51,14 @@ class _Forwarded:
     ran_as: RanAs
     drafted: DraftedRows | None = None
     pooled: Pooled | None = None
+    fed: "_Fed | None" = None  # for a drafter that reads hidden states
+
+
+@dataclass(slots=True)
+class _Fed:
+    batch: ForwardBatch
+    hidden_TE: Tensor
+    logit_index_L: Tensor | None
 
 
 class DeviceStep:
@@ -133,6 +145,7 @@ class ModelRunner:
         self._model = model
         self._cache_layers = model.cache_layers()
         self._drafter = drafter
+        self._is_followed = drafter is not None and drafter.follows_steps
         self._rows = rows
         self._kv = kv
         self._sampler = sampler
@@ -145,12 +158,20 @@ class ModelRunner:
         self._forwarded: dict[int, _Forwarded] = {}
         self._device_bytes = (0.0, 0)  # until when the number counts as new, and the number
         self.when_idle: Callable[[], None] = lambda: None  # a bit of work that can wait
+        self.costs: StepCosts | None = None  # where it was measured what drafts cost
 
     def use_graphs(self, graphs: DecodeGraphs, mixed_graphs: MixedGraphs) -> None:
         self._graphs = graphs
         self._mixed_graphs = mixed_graphs
 
+    def capture_drafter(self, pool: GraphPool, config: RunConfig, max_kv_len: int) -> None:
+        if self._drafter is not None:
+            sizes, may_pad = config.graph_batch_sizes, config.graph_padding
+            self._drafter.capture(pool, sizes, may_pad, max_kv_len)
+
     def use_cpu_graphs(self, max_kv_len: int) -> None:
+        if self._is_followed:  # they give logits alone
+            return
         self._cpu_graphs = DecodeCpuGraphs(
             lambda batch: self._model.logits(self._model(batch)), max_kv_len
         )
@@ -177,8 +198,7 @@ class ModelRunner:
         elif plan.num_decodes < plan.num_entries:
             forwarded = self._chunks(plan)
         elif self._graphs is not None and self._graphs.fits(plan.num_entries):
-            logits_LV, kv_lens_L, rows_L = self._graphs.replay(plan.rows)
-            forwarded = _Forwarded(plan, logits_LV, rows_L, kv_lens_L, plan.rows, None, RanAs.GRAPH)
+            forwarded = self._replayed(plan, plan.rows, self._graphs.replay(plan.rows))
         else:
             longest = int(plan.max_kv_lens.max())
             forwarded = self._decode(plan, self._rows.build_decode(plan.rows, longest))
@@ -193,11 +213,58 @@ class ModelRunner:
         reads_states = self._scorer.is_asked(plan) or self._pooler.is_asked(plan)
         if graphs is None or not graphs.fits(plan) or reads_states:
             return self._run(plan, self._rows.build(plan))
-        logits_LV, kv_lens_L, rows_L = graphs.replay(plan)
-        rows = plan.rows[plan.num_logit_rows > 0]
-        return _Forwarded(plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH)
+        return self._replayed_mix(plan, plan, graphs.replay(plan))
+
+    def _replayed_mix(
+        self, plan: StepPlan, tokens: StepPlan, outputs: Outputs, drafted: DraftedRows | None = None
+    ) -> _Forwarded:
+        """A step with prompts; `tokens` has each token of a decode as one of its own."""
+        logits_LV, kv_lens_L, rows_L, hidden_TE = outputs
+        rows, fed = tokens.rows[tokens.num_logit_rows > 0], None
+        if hidden_TE is not None:
+            build = self._rows.build if drafted is None else self._rows.build_drafted
+            inputs = build(plan, is_grown=True)
+            fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L)
+        return _Forwarded(
+            plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed=fed
+        )
+
+    def _replayed(
+        self,
+        plan: StepPlan,
+        rows: Int32s,
+        outputs: Outputs,
+        offsets: Int32s | None = None,
+        drafted: DraftedRows | None = None,
+    ) -> _Forwarded:
+        """A step of decodes."""
+        logits_LV, kv_lens_L, rows_L, hidden_TE = outputs
+        fed = None
+        if hidden_TE is not None:
+            batch = self._rows.batch_at(
+                rows_L,
+                kv_lens_L.long() - 1,
+                int(plan.max_kv_lens.max()),
+                input_ids_N=self._rows.fed_ids(rows_L, offsets),
+            )
+            fed = _Fed(batch, hidden_TE, None)
+        return _Forwarded(
+            plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed=fed
+        )
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
+        graphs, mixed = self._graphs, self._mixed_graphs
+        if graphs is not None and graphs.takes_drafts:
+            drafted = self._rows.drafted_rows(plan)
+            if plan.num_decodes == plan.num_entries:
+                rows, offsets = fed_tokens(plan)
+                if graphs.fits(len(rows)):
+                    outputs = graphs.replay(rows, offsets)
+                    return self._replayed(plan, rows, outputs, offsets, drafted)
+            elif mixed is not None and not self._scorer.is_asked(plan):
+                tokens = by_token(plan)
+                if mixed.fits(tokens):
+                    return self._replayed_mix(plan, tokens, mixed.replay(tokens), drafted)
         inputs = self._rows.build_drafted(plan)
         if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
             return self._run(plan, inputs)
@@ -219,7 +286,10 @@ class ModelRunner:
         )
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
-        hidden_TD = self._model(inputs.batch)
+        hidden_TD, hidden_TE = self._hidden(inputs.batch)
+        fed = None
+        if hidden_TE is not None:
+            fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L)
         scores = self._scorer.score(plan, hidden_TD)
         if inputs.logit_index_L is not None:
             hidden_TD = hidden_TD[inputs.logit_index_L]
@@ -234,7 +304,12 @@ class ModelRunner:
             RanAs.EAGER,
             inputs.drafted,
             self._pooler.pool(plan, hidden_TD, logits_LV),
+            fed,
         )
+
+    def _hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Of every token, for logits; and what the drafter reads of the step."""
+        return self._model.captured(batch) if self._is_followed else (self._model(batch), None)
 
     @torch.inference_mode()
     def sample(self, step_id: int, late: LateInputs) -> DeviceStep:
@@ -253,6 +328,10 @@ class ModelRunner:
                 self._rows.accept(step.rows_L, token_ids_L)
             else:
                 num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
+        elif self._drafter is not None and self._is_followed:
+            self._drafter.draft(
+                self._drafter_inputs(step, step.rows_L, step.kv_lens_L, drawn_2L[0])
+            )
         return DeviceStep(
             step.plan,
             drawn_2L,
@@ -281,14 +360,51 @@ class ModelRunner:
         if self._drafter is None:
             return accepted.num_accepted_N, None
         drafts_NK = self._drafter.draft(
-            rows_N,
-            indices_N,
-            accepted.token_ids_NW,
-            accepted.num_accepted_N,
-            int(step.plan.max_kv_lens.max()),
+            self._drafter_inputs(step, rows_N, indices_N, token_ids_L, accepted)
         )
         self._rows.drafts_RK.index_copy_(0, rows_N, drafts_NK)
         return accepted.num_accepted_N, drafts_NK
+
+    def _drafter_inputs(
+        self,
+        step: _Forwarded,
+        rows_N: Tensor,
+        indices_N: Tensor,
+        token_ids_L: Tensor,
+        accepted: Accepted | None = None,
+    ) -> DrafterInputs:
+        if accepted is None:
+            accepted = Accepted(token_ids_L[:, None], torch.ones_like(token_ids_L))
+        fed = None
+        if step.fed is not None:
+            batch, index_L = step.fed.batch, step.fed.logit_index_L
+            if index_L is None:
+                next_ids_T, index_L = (
+                    token_ids_L,
+                    torch.arange(len(token_ids_L), device=rows_N.device),
+                )
+            else:
+                next_ids_T = batch.input_ids_T.roll(-1)
+                next_ids_T[index_L] = token_ids_L
+                if (ends := self._rows.next_of_chunks(step.plan)) is not None:
+                    last_C, ids_C = ends
+                    next_ids_T[last_C] = ids_C
+            first_N = index_L if step.drafted is None else index_L[step.drafted.firsts()]
+            fed = FedTokens(
+                batch=batch,
+                hidden_TE=step.fed.hidden_TE,
+                next_ids_T=next_ids_T,
+                last_N=first_N + accepted.num_accepted_N - 1,
+            )
+        return DrafterInputs(
+            rows_N=rows_N,
+            indices_N=indices_N,
+            token_ids_NW=accepted.token_ids_NW,
+            num_accepted_N=accepted.num_accepted_N,
+            max_drafts=step.plan.max_drafts,
+            max_kv_lens=step.plan.max_kv_lens[step.plan.num_logit_rows > 0],
+            fed=fed,
+        )
 
     def padded_step(self, shape: StepShape, max_kv_len: int) -> GraphStep:
         """A step of any mix: everything from packed numbers to logits of as many entries as there
@@ -298,17 +414,22 @@ class ModelRunner:
         def step(packed: Tensor) -> Outputs:
             batch, entries_N = self._rows.padded_batch(packed, shape, max_kv_len)
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)[entries_N]
-            logits_NV = self._model.logits(self._model(batch)[last_N])
-            return logits_NV, batch.kv_lens_N[entries_N], batch.rows_N.long()[entries_N]
+            hidden_TD, hidden_TE = self._hidden(batch)
+            logits_NV = self._model.logits(hidden_TD[last_N])
+            rows_N = batch.rows_N.long()[entries_N]
+            return logits_NV, batch.kv_lens_N[entries_N], rows_N, hidden_TE
 
         return step
 
     def decode_step(self, max_kv_len: int) -> GraphStep:
         """A step of decodes: everything from row numbers to logits."""
+        has_offsets = self._rows.decode_width > 1
 
         @torch.inference_mode()
-        def step(rows_N: Tensor) -> Outputs:
-            batch = self._rows.decode_batch(rows_N, max_kv_len)
-            return self._model.logits(self._model(batch)), batch.kv_lens_N, rows_N.long()
+        def step(inputs: Tensor) -> Outputs:
+            rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
+            batch = self._rows.decode_batch(rows_N, max_kv_len, offsets_N=offsets_N)
+            hidden_ND, hidden_NE = self._hidden(batch)
+            return self._model.logits(hidden_ND), batch.kv_lens_N, rows_N.long(), hidden_NE
 
         return step

@@ -15,10 +15,14 @@ from torch import Tensor
 from penstock.config.run import NGramDrafting
 from penstock.kernels.ngram import ngram_drafts
 from penstock.kernels.transfer import to_device
+from penstock.runtime.drafter_inputs import DrafterInputs
+from penstock.runtime.graphs import GraphPool
 from penstock.types.step import RowJoin
 
 
 class NGramDrafter:
+    follows_steps = False
+
     def __init__(
         self, max_rows: int, max_seq_len: int, drafting: NGramDrafting, device: torch.device
     ) -> None:
@@ -28,6 +32,11 @@ class NGramDrafter:
         width = max_seq_len + drafting.max_drafts + 1
         self._history_RT = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
 
+    def capture(
+        self, pool: GraphPool, sizes: tuple[int, ...], may_pad: bool, max_kv_len: int
+    ) -> None:
+        """Nothing: it is one kernel."""
+
     def join(self, joins: Sequence[RowJoin]) -> None:
         for join in joins:
             token_ids = np.ascontiguousarray(join.token_ids)
@@ -35,22 +44,17 @@ class NGramDrafter:
                 to_device(token_ids, self._history_RT.device), non_blocking=True
             )
 
-    def draft(
-        self,
-        rows_N: Tensor,
-        indices_N: Tensor,
-        token_ids_NW: Tensor,
-        num_accepted_N: Tensor,
-        max_kv_len: int,
-    ) -> Tensor:
-        width = token_ids_NW.shape[1]
-        at_NW = indices_N.long()[:, None] + torch.arange(width, device=rows_N.device)
-        self._history_RT[rows_N.long()[:, None], at_NW] = token_ids_NW.int()
+    def draft(self, step: DrafterInputs) -> Tensor:
+        width, device = step.token_ids_NW.shape[1], step.rows_N.device
+        at_NW = step.indices_N.long()[:, None] + torch.arange(width, device=device)
+        self._history_RT[step.rows_N.long()[:, None], at_NW] = step.token_ids_NW.int()
+        if step.max_drafts == 0:
+            return step.rows_N.new_full((len(step.rows_N), self.max_drafts), -1)
         return ngram_drafts(
             self._history_RT,
-            rows_N,
-            indices_N + num_accepted_N,
-            max_kv_len + 1,  # with the newest token, whose cache is not written
+            step.rows_N,
+            step.indices_N + step.num_accepted_N,
+            step.max_kv_len + 1,  # with the newest token, whose cache is not written
             self._drafting.max_size,
             self.max_drafts,
             self._drafting.use_oldest,

@@ -90,6 +90,27 @@ def drafted_steps(config: RunConfig) -> tuple[StepPlan, ...]:
     return prompts, replace(decodes, num_logit_rows=most)
 
 
+def first_tokens(rows: Int32s) -> StepPlan:
+    """A prompt of one token in each row."""
+    one = np.ones_like(rows)
+    joins = tuple(
+        RowJoin(
+            request_id=0, dp_rank=0, row=int(row), token_ids=np.zeros(1, np.int32), num_computed=0,
+            num_prompt=1, sampling=SamplingParams(temperature=0.0), stop_ids=(),
+        )
+        for row in rows
+    )  # fmt: skip
+    return _step(0, rows, np.zeros_like(rows), one, one, num_decodes=0, joins=joins)
+
+
+def decodes_of(rows: Int32s, num_fed: int, max_drafts: int, max_kv_len: int) -> StepPlan:
+    """Each row feeds so many tokens, drafted ones included, and is drafted for."""
+    starts, fed = np.full_like(rows, FROM_DEVICE), np.full_like(rows, num_fed)
+    bounds = np.full_like(rows, max_kv_len)
+    plan = _step(0, rows, starts, fed, bounds, num_decodes=len(rows))
+    return replace(plan, num_logit_rows=fed, max_drafts=max_drafts)
+
+
 def _step(
     step_id: int,
     rows: Int32s,

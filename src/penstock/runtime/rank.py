@@ -20,6 +20,7 @@ from penstock.runtime.capture import capture_graphs
 from penstock.runtime.drafter import make_drafter
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.kv_tensors import KVTensors
+from penstock.runtime.measure import measure_costs
 from penstock.runtime.memory import MemoryPlan, cpu_activations, longest_sequence, make_plan
 from penstock.runtime.mixed_graphs import all_shapes
 from penstock.runtime.model_loader import load_model, max_row_tokens
@@ -122,12 +123,20 @@ def wire_runner(
     cache: CacheSize,
     fields: tuple[BatchField, ...] = (),
 ) -> tuple[ModelRunner, Rows]:
-    max_blocks = -(-max_row_tokens(config) // config.tokens_per_block)
-    block_size = config.tokens_per_block
+    num_positions, block_size = max_row_tokens(config), config.tokens_per_block
+    max_blocks = -(-num_positions // block_size)
     paged = [not group.has_states for group in groups]
-    drafter = make_drafter(config, device)
-    max_drafts = drafter.max_drafts if drafter is not None else 0
-    rows = Rows(config.max_batch_size, max_blocks, block_size, device, paged, max_drafts, fields)
+    rows = Rows(
+        config.max_batch_size,
+        max_blocks,
+        block_size,
+        device,
+        paged,
+        config.max_drafts,
+        fields,
+        num_positions,
+    )
+    drafter = make_drafter(config, model, rows, device)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
     plugins = config.logits_processors
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed, plugins)
@@ -161,4 +170,7 @@ def finish_rank(
         triton_cache.report_compilations()
     elif config.tp_size == 1:
         runner.use_cpu_graphs(longest)
+    if config.drafting is not None and config.drafting.is_adaptive:
+        with timeline.phase("measure steps"):
+            runner.costs = measure_costs(runner, config)
     return runner

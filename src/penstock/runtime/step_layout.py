@@ -68,6 +68,7 @@ class StepShape:
         rows.fill(padding_row)
         rows[:num_decodes], rows[chunks] = plan.rows[:num_decodes], plan.rows[num_decodes:]
         starts[:first], starts[chunks] = FROM_DEVICE, plan.starts[num_decodes:]
+        starts[:num_decodes] = plan.starts[:num_decodes]
         counts[:first], counts[chunks] = 1, plan.num_tokens[num_decodes:]
         query_starts[1:] = np.cumsum(counts)
         num_tokens = int(query_starts[-1])

@@ -205,6 +205,17 @@ class ModelSpec:
         is_recurrent = self.delta is not None and self.delta.layers[layer]
         return has_experts, is_recurrent, None if is_recurrent else self.window_of(layer)
 
+    def with_mtp_layer(self) -> "ModelSpec":
+        """The same model with its MTP head's layer as the last one: it attends to all tokens."""
+        windows, moe, delta = self.layer_windows, self.moe, self.delta
+        return replace(
+            self,
+            num_layers=self.num_layers + 1,
+            layer_windows=windows and (*windows, None),
+            moe=moe and replace(moe, layers=(*moe.layers, True)),
+            delta=delta and replace(delta, layers=(*delta.layers, False)),
+        )
+
     def shortened(self) -> "ModelSpec":
         """The same model with one layer of each kind."""
         layers = first_of_each(map(self.layer_kind, range(self.num_layers)))
@@ -217,6 +228,14 @@ class ModelSpec:
             moe=moe and replace(moe, layers=tuple(moe.layers[layer] for layer in layers)),
             delta=delta and replace(delta, layers=tuple(delta.layers[layer] for layer in layers)),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel:
+    """A checkpoint that drafts for the model: a small one, or a head, whose one layer `spec` is."""
+
+    path: str  # local folder
+    spec: ModelSpec
 
 
 def first_of_each(kinds: Iterable[Hashable]) -> tuple[int, ...]:

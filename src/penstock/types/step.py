@@ -105,6 +105,7 @@ class StepPlan:
     max_kv_lens: Int32s
     num_decodes: int
     needs_late_inputs: bool  # sample() must wait until every earlier step has been committed
+    max_drafts: int | None = None  # tokens to draft behind each row, at most; None: as many as fit
 
     @property
     def num_entries(self) -> int:

@@ -39,6 +39,8 @@ class LoadableModel(Protocol):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]: ...
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
 
 @torch.inference_mode()
 def load_weights(

@@ -80,7 +80,7 @@ def test_a_recipe_parses_and_means_what_it_says(name, argv, text, tmp_path, capl
 
     warned = [line.split(" is ignored: ")[0].partition(":")[0] for line in caplog.messages]
     assert len(warned) == len(set(warned))
-    not_there = {"attention_dp_config", "speculative_config"} & set(asked)
+    not_there = {"attention_dp_config"} & set(asked)
     assert not_there <= set(warned)
     moe = asked.get("moe_config", {})
     assert config.moe_config.backend == moe.get("backend", "AUTO")

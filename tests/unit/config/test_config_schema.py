@@ -122,7 +122,7 @@ MALFORMED = [
     ),
     (
         {"speculative_config": {"max_draft_len": 2}},
-        "speculative_config needs a decoding_type; there is NGram",
+        "speculative_config needs a decoding_type; there are NGram, MTP",
     ),
     (
         {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 0}},
@@ -133,8 +133,20 @@ MALFORMED = [
         "speculative_config.is_public_pool cannot be used: a request drafts from its own tokens",
     ),
     (
-        {"speculative_config": {"decoding_type": "NGram", "relaxed_topk": 3}},
-        "speculative_config.relaxed_topk cannot be used: it belongs to another decoding_type",
+        {"speculative_config": {"decoding_type": "MTP", "relaxed_topk": 3}},
+        "speculative_config.relaxed_topk cannot be used: a draft is accepted only if it is the",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "MTP", "max_matching_ngram_size": 3}},
+        "max_matching_ngram_size belongs to decoding_type NGram, not MTP",
+    ),
+    (
+        {"speculative_config": "eagle3"},
+        "decoding_type Eagle3 needs a speculative_model: a folder or a name",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "Medusa"}},
+        "speculative_config.decoding_type is 'Medusa', which is not there; there are NGram, MTP",
     ),
     (
         {"speculative_config": {"decoding_type": "MTP", "max_draft_lenn": 3}},
@@ -269,16 +281,16 @@ def test_other_spellings_set_the_field(values, path, expected):
 def test_a_decoding_type_may_be_spelled_in_any_way(name, caplog):
     asked = {"decoding_type": name, "is_public_pool": False, "max_matching_ngram_size": 3}
     config = EngineConfig(speculative_config=asked).speculative_config
-    assert (config.decoding_type, config.max_draft_len) == ("NGram", 4)
+    assert (config.decoding_type, config.max_draft_len) == ("NGram", None)
     assert config.max_matching_ngram_size == 3
     assert not caplog.messages
 
 
-def test_a_decoding_type_that_is_not_there_is_ignored_as_a_whole_with_one_line(caplog):
-    asked = {"decoding_type": "MTP", "num_nextn_predict_layers": 1, "relaxed_topk": 4}
-    assert EngineConfig(speculative_config=asked).speculative_config is None
-    (line,) = caplog.messages
-    assert line.startswith("speculative_config is ignored: of the decoding types only NGram")
+def test_the_recipes_way_to_ask_for_mtp_works_without_a_warning(caplog):
+    asked = {"decoding_type": "mtp", "num_nextn_predict_layers": 2, "relaxed_topk": 1}
+    config = EngineConfig(speculative_config=asked).speculative_config
+    assert (config.decoding_type, config.max_draft_len) == ("MTP", 2)
+    assert not caplog.messages
 
 
 def test_an_alias_beside_its_field_is_fine_when_both_say_the_same():
