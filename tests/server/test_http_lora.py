@@ -5,13 +5,17 @@ import shutil
 import threading
 
 import httpx
+import msgspec
 import openai
 import pytest
 import torch
-from http_fakes import FakePipeline, running_server
+from http_fakes import INFO, FakePipeline, running_server
 from lora_models import make_adapter, merge
 from server_process import Server
 from tiny_models import make_checkpoint, reference_model
+
+from penstock.errors import CapacityError
+from penstock.types.pooling import Task
 
 PROMPT = [(7 * i) % 50 + 3 for i in range(20)]
 NUM_TOKENS = 6
@@ -81,6 +85,26 @@ def test_a_server_that_may_not_load_says_how_it_may():
             reply = httpx.post(running.url + path, json={"lora_name": "a", "lora_path": "/a"})
             assert reply.status_code == 403, reply.text
             assert "lora_config.allow_runtime_updating: true" in reply.json()["message"]
+
+
+def test_embeddings_choose_by_the_model_name_too():
+    """As far as the engine, which a stand-in is here."""
+    pipeline, asked = FakePipeline(), []
+    pipeline.client.info = msgspec.structs.replace(INFO, task=Task.EMBED)
+
+    async def generate(ask, *args):
+        asked.append(ask.adapter and ask.adapter.name)
+        raise CapacityError("enough seen")
+
+    pipeline.generate = generate
+    with running_server(pipeline, lora_config={"lora_modules": ["a=/a"]}) as running:
+        status = {
+            model: httpx.post(
+                f"{running.url}/v1/embeddings", json={"model": model, "input": "x"}
+            ).status_code
+            for model in ("org/model", "a", "b")
+        }
+    assert status == {"org/model": 429, "a": 429, "b": 404} and asked == [None, "a"]
 
 
 def test_models_are_the_base_and_its_adapters(client):

@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLE = """
 from tensorrt_llm import LLM, SamplingParams
+from tensorrt_llm.executor import LoRARequest
+from tensorrt_llm.lora_helper import LoraConfig
 from tensorrt_llm.llmapi import KvCacheConfig, NGramDecodingConfig
 
 settings = {"kv_cache_config": {"max_tokens": 512}, "num_threads": 1}

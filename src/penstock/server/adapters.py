@@ -18,6 +18,7 @@ from penstock.server.openai.requests.lora import LoadLora, LoraChoice, UnloadLor
 from penstock.server.openai.requests.schema import parse
 from penstock.server.state import ServerState, state_of
 from penstock.types.adapter import Adapter
+from penstock.types.pooling import Pooling, Task
 from penstock.types.request import FinishReason, GenerateInput
 from penstock.types.sampling import SamplingParams
 from penstock.types.tenant import Tenant
@@ -46,6 +47,11 @@ async def with_adapter(
         return state, list(inputs)
     named = replace(state, model_name=adapter.name)
     return named, [replace(one, adapter=adapter) for one in inputs]
+
+
+def served_name(state: ServerState, model: str | None) -> str:
+    """What answers a request that `with_adapter` let pass."""
+    return model if model is not None and state.adapters.is_on else state.model_name
 
 
 async def _chosen(state: ServerState, asked: LoraChoice) -> Adapter:
@@ -119,7 +125,10 @@ def _may_load(request: Request) -> ServerState:
 async def _try_it(state: ServerState, adapter: Adapter, tenant: Tenant) -> None:
     """One token with it: the engine has then read all of it, or says what is wrong."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-    ask = GenerateInput(token_ids=(0,), sampling=sampling, adapter=adapter, tenant=tenant)
+    pooling = Pooling() if state.pipeline.client.info.task is Task.EMBED else None
+    ask = GenerateInput(
+        token_ids=(0,), sampling=sampling, adapter=adapter, tenant=tenant, pooling=pooling
+    )
     async with await state.pipeline.generate(ask, stream=False) as generation:
         async for delta in generation:
             if delta.finish is FinishReason.ERROR:

@@ -22,6 +22,7 @@ from penstock.frontend.pooling import (
     need_task,
 )
 from penstock.server.access_log import tell_access_log
+from penstock.server.adapters import served_name, with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
@@ -102,7 +103,7 @@ async def embeddings(request: Request) -> Response:
     fields = asked.common() | {"add_special_tokens": asked.add_special_tokens}
     inputs = [embed_input(one, **fields) for one in asked.input]
     name = new_id("embd")
-    pooled, usage = await _pooled(request, name, inputs)
+    pooled, usage = await _pooled(request, name, asked.model, inputs)
 
     def reply() -> bytes:
         vectors = [embedding(one, info, asked.dimensions, asked.normalize) for one in pooled]
@@ -110,7 +111,7 @@ async def embeddings(request: Request) -> Response:
             EmbeddingResponse(
                 id=name,
                 created=int(time.time()),
-                model=state_of(request).model_name,
+                model=served_name(state_of(request), asked.model),
                 data=[
                     Embedding(
                         index=index,
@@ -136,7 +137,7 @@ async def score(request: Request) -> Response:
     reply = ScoreResponse(
         id=name,
         created=int(time.time()),
-        model=state_of(request).model_name,
+        model=served_name(state_of(request), asked.model),
         data=[Score(index=index, score=one) for index, one in enumerate(scores)],
         usage=usage,
     )
@@ -158,7 +159,7 @@ async def rerank(request: Request) -> Response:
         for index in best[: asked.top_n or len(best)]
     ]
     reply = RerankResponse(
-        id=name, model=state_of(request).model_name, usage=usage, results=results
+        id=name, model=served_name(state_of(request), asked.model), usage=usage, results=results
     )
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
@@ -178,13 +179,13 @@ async def _scores(
         inputs = [
             judge_input(*pair, instruction, pipeline.tokenizer, **asked.common()) for pair in pairs
         ]
-        pooled, usage = await _pooled(request, name, inputs)
+        pooled, usage = await _pooled(request, name, asked.model, inputs)
         return [judged(one) for one in pooled], usage
     begin = f"Instruct: {instruction}\nQuery:" if instruction else ""  # as Qwen3-Embedding has it
     pairs = [(begin + first, second) for first, second in pairs]
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     inputs = [embed_input(text, **asked.common()) for text in texts]
-    pooled, usage = await _pooled(request, name, inputs)
+    pooled, usage = await _pooled(request, name, asked.model, inputs)
     vectors = {
         text: embedding(one, info, normalize=True) for text, one in zip(texts, pooled, strict=True)
     }
@@ -192,11 +193,13 @@ async def _scores(
 
 
 async def _pooled(
-    request: Request, name: str, inputs: list[GenerateInput]
+    request: Request, name: str, model: str | None, inputs: list[GenerateInput]
 ) -> tuple[list[bytes], PooledUsage]:
-    state = state_of(request)
+    state, inputs = await with_adapter(
+        state_of(request), on_behalf(tenant_of(request), inputs), model
+    )
     generations = await Generations.start(
-        state.pipeline, on_behalf(tenant_of(request), inputs), state.metrics.observe, stream=False
+        state.pipeline, inputs, state.metrics.observe, stream=False
     )
     tell_access_log(request.scope, name, generations)
     async with aclosing(generations):
