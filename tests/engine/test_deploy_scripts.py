@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_process import Server, _free_port
+from server_process import Server
+from waiting import free_port
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--", "--num-prompts", "2", "--random-input-len", "20", "--random-output-len", "3")
@@ -44,7 +45,7 @@ def test_all_eight_requests_are_answered(server, path):
 
 
 def test_a_server_that_is_not_there_fails_all_of_them(path):
-    done = call(path, "test.sh", "-H", "127.0.0.1", "-p", _free_port(), "-m", "m")
+    done = call(path, "test.sh", "-H", "127.0.0.1", "-p", free_port(), "-m", "m")
     assert done.stdout.splitlines()[-1] == "Results: 0 passed, 8 failed"
     assert done.returncode == 1
 

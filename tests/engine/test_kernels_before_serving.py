@@ -27,7 +27,7 @@ def test_no_kernel_is_new_once_requests_come(model: str) -> None:
     script = FOLDERS[0] / "kernels_while_serving.py"
     run = subprocess.run(
         [sys.executable, str(script), model],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
+        capture_output=True, text=True, env=environment, timeout=1200, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     assert not run.stdout, run.stdout

@@ -94,18 +94,18 @@ def test_a_started_prompt_is_awaited_iterated_or_asked_for_its_result(llm):
         deltas = [delta async for delta in pending]
         assert "".join(delta.text for delta in deltas) == expected[0].text
         assert len(deltas) > 6
-        assert pending.result(30).outputs == expected
+        assert pending.result(240).outputs == expected
 
     asyncio.run(run())
     started = [llm.generate_async(prompt, GREEDY) for prompt in PROMPTS]
-    assert ids_of([one.result(30) for one in started]) == ids_of(llm.generate(PROMPTS, GREEDY))
+    assert ids_of([one.result(240) for one in started]) == ids_of(llm.generate(PROMPTS, GREEDY))
 
 
 def test_an_aborted_prompt_ends_as_cancelled(llm):
     endless = SamplingParams(ignore_eos=True, temperature=0)
     pending = llm.generate_async([5], endless)
     pending.abort()
-    [sample] = pending.result(30).outputs
+    [sample] = pending.result(240).outputs
     assert sample.finish_reason is FinishReason.ABORT
     assert len(sample.token_ids) < MAX_SEQ_LEN - 1
 
@@ -148,7 +148,7 @@ def test_a_wrong_model_or_setting_is_an_error_and_leaves_no_process():
         LLM("tiny", max_batchsize=4)
     with pytest.raises(ConfigError, match="no such folder"):
         LLM("/no/such/folder")
-    assert engines() == before
+    assert not [process for process in engines() if process not in before]
 
 
 SCRIPT = """
@@ -165,7 +165,7 @@ def test_a_plain_script_needs_no_main_guard_and_no_shutdown(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from server_process import Server, _free_port
+from server_process import Server
+from waiting import free_port
 
 from penstock.hub.folder import local_folder
 
@@ -44,7 +45,7 @@ class Recipe:
 
 class RecipeServer(Server):
     def __init__(self, recipe: Recipe) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://localhost:{self.port}"
         self._folder = tempfile.TemporaryDirectory()
         self.log = Path(self._folder.name, "server.log")

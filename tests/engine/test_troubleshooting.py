@@ -38,7 +38,9 @@ def is_quoted(message: str) -> bool:
 def said_by(*arguments: object, program: tuple[str, ...] = ("serve",)) -> list[str]:
     command = [sys.executable, "-m", "penstock", *program, *map(str, arguments)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=90, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=240, check=False
+    )
     assert done.returncode in (1, 2), done.stderr
     lines = (done.stdout + done.stderr).splitlines()
     return [re.sub(r"^[\d:]+ [EW] \[\w+\] ", "", line) for line in lines]

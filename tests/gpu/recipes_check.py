@@ -35,8 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "fixtures"), str(ROOT / "benchmarks")]
 
 from roofline import roofline_of  # noqa: E402
-from server_process import Server, _free_port  # noqa: E402
+from server_process import Server  # noqa: E402
 from shapes import SHAPES, Row  # noqa: E402
+from waiting import free_port  # noqa: E402
 
 TOKENIZER = ROOT / "src" / "penstock" / "hub" / "tiny"
 PENSTOCK = ("-m", "penstock", "serve")
@@ -152,7 +153,7 @@ class RecipeServer(Server):
     start_timeout_s = 300.0
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], is_tiny: bool) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)

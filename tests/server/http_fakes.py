@@ -124,6 +124,8 @@ class FakePipeline:
         self.asked: list[GenerateInput] = []
         self.aborted: list[str] = []
         self.num_open = 0
+        self.max_open = 0
+        self.is_held: Callable[[], bool] = lambda: False  # what was asked with HELD waits so long
 
     async def tokenize(self, given: GenerateInput) -> tuple[tuple[int, ...], str | None]:
         if given.token_ids is not None:
@@ -185,6 +187,7 @@ class FakeGeneration:
         self._open = True
         self._pushing: asyncio.Task[None] | None = None
         pipeline.num_open += 1
+        pipeline.max_open = max(pipeline.max_open, pipeline.num_open)
         pipeline.client.open.add(self)
 
     def end(self, reason: str) -> None:
@@ -207,8 +210,8 @@ class FakeGeneration:
             self._pushing.cancel()
         if self._open:
             self._open = False
+            self._pipeline.aborted.append(self._words)  # first: tests wait for the number
             self._pipeline.num_open -= 1
-            self._pipeline.aborted.append(self._words)
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         asked = self._sampling
@@ -227,6 +230,8 @@ class FakeGeneration:
         texts = [_Text() for _ in range(self.num_samples)]
         for position, token_id in enumerate(answer[:num_tokens]):
             await asyncio.sleep(0.05 if "SLOW" in self._words else 0)
+            while "HELD" in self._words and position and self._pipeline.is_held():
+                await asyncio.sleep(0.01)
             for sample in range(self.num_samples):
                 if "FAIL" in self._words and position == 3:
                     self._done()
@@ -304,4 +309,4 @@ def running_server(pipeline: FakePipeline, **settings: object) -> Iterator[Simpl
         )
     finally:
         server.leave(at_once=True)
-        thread.join(10)
+        thread.join(240)

@@ -1,4 +1,8 @@
-"""`serve` with an engine that is not there: python http_launch_child.py MODE PORT."""
+"""`serve` with an engine that is not there: python http_launch_child.py MODE PORT.
+
+Says on stdout what it was asked. Where the environment names a file in GATE, the engine is loaded,
+and a request with HELD goes on, once there is one.
+"""
 
 import asyncio
 import json
@@ -6,14 +10,19 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
-from http_fakes import FakePipeline
+from http_fakes import FakeGeneration, FakePipeline
 
 from penstock.config.http import HttpConfig
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.frontend.engine_handle import EngineHandle
 from penstock.server import launch, lifespan
+from penstock.types.request import GenerateInput
+
+GATE = os.environ.get("GATE")
 
 
 class FakeEngine(EngineHandle):
@@ -30,6 +39,17 @@ class FakeEngine(EngineHandle):
         return time.monotonic() < self.end
 
 
+class TalkingPipeline(FakePipeline):
+    async def generate(self, given: GenerateInput, *args: Any, **named: Any) -> FakeGeneration:
+        generation = await super().generate(given, *args, **named)
+        print("asked", flush=True)
+        return generation
+
+
+def is_closed() -> bool:
+    return GATE is not None and not Path(GATE).exists()
+
+
 def main(mode: str, port: int) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where whoever runs the tests does
 
@@ -40,10 +60,13 @@ def main(mode: str, port: int) -> int:
             raise ConfigError("the checkpoint has no config.json")
         if mode == "breaks":
             raise RuntimeError("a mistake of ours")
-        await asyncio.sleep(60 if mode in ("loads", "signalled") else 0.5)
+        while is_closed() or mode in ("loads", "signalled"):
+            await asyncio.sleep(0.01)
         if mode == "dies":
             engine.end = time.monotonic() + 1.0
-        return FakePipeline()
+        pipeline = TalkingPipeline()
+        pipeline.is_held = is_closed
+        return pipeline
 
     async def stop_pipeline(pipeline: FakePipeline, engine: FakeEngine) -> None:
         engine.stop()

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import children, free_port, until
 
 from penstock.config.schema import EngineConfig
 from penstock.ipc.address import address
@@ -34,9 +34,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "http_streams.py"
 
 class Server:
     def __init__(self, log: Path, num_files: int | None, rate: int, **settings: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         config = {
@@ -52,17 +50,17 @@ class Server:
         )
         self.all = [psutil.Process(self.process.pid)]
         num_api_servers = int(settings.get("num_postprocess_workers", 1))
-        wait_for(lambda: self.answers() and len(self.api_servers()) == num_api_servers)
+        until(lambda: self.answers() and len(self.api_servers()) == num_api_servers)
         for one in self.api_servers():
             with self.only(one):
-                wait_for(self.answers)
+                until(self.answers)
 
     @property
     def log(self) -> str:
         return self._log.read_text()
 
     def children(self, module: str) -> list[psutil.Process]:
-        found = [p for p in self.all[0].children() if module in " ".join(p.cmdline())]
+        found = children(self.process.pid, module)
         self.all += [p for p in found if p not in self.all]
         return found
 
@@ -72,9 +70,12 @@ class Server:
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log
         try:
-            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
+            return httpx.get(f"{self.url}/health").status_code == 200
         except httpx.TransportError:
             return False
+
+    def refuses(self) -> bool:
+        return httpx.get(f"{self.url}/health").status_code == 503
 
     @contextmanager
     def only(self, one: psutil.Process) -> Iterator[None]:
@@ -109,7 +110,7 @@ class Stream:
         self.socket = socket.socket()
         if buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        self.socket.settimeout(20)
+        self.socket.settimeout(240)
         self.socket.connect(("127.0.0.1", port))
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         self.socket.sendall(head.encode() + data)
@@ -128,13 +129,6 @@ class Stream:
             received += data
         lines = received.split(b"\n\n")
         return [json.loads(one[one.index(b"{") :]) for one in lines if b"data: {" in one]
-
-
-def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
-        time.sleep(0.05)
 
 
 Start = Callable[..., Server]
@@ -166,19 +160,19 @@ def test_every_front_end_serves_and_shows_the_sums_of_all(start):
             events = server.stream(5).events()
             assert [len(event["choices"]) for event in events] == [1] * 5 + [0]
             assert events[-1]["usage"]["completion_tokens"] == 5
-            assert httpx.get(f"{server.url}/health_generate", timeout=60).status_code == 200
+            assert httpx.get(f"{server.url}/health_generate").status_code == 200
             assert httpx.post(f"{server.url}/v1/completions", content=b"{").status_code == 400
-    time.sleep(0.6)  # until all have been told what the engine counted
-    # The first counts iterations, and does so only once.
-    assert server.metrics()["penstock_iteration_tokens_count"] == 18
+    until(lambda: server.metrics()["penstock_iteration_tokens_count"] == 18)
     for one in api_servers:
         with server.only(one):
-            wait_for(lambda: server.metrics()["penstock_generated_tokens_total"] == 18)
+            until(lambda: server.metrics()["penstock_generated_tokens_total"] == 18)
             shown = server.metrics()
             assert shown["penstock_request_success_total"] == 3
             assert shown["penstock_requests_refused_total"] == 3
             assert shown["vllm:time_to_first_token_seconds_count"] == 3
             assert shown["vllm:inter_token_latency_seconds_count"] == 12
+            # The first counts iterations, and does so only once.
+            assert shown["penstock_iteration_tokens_count"] == 18
             choices = httpx.get(f"{server.url}/version").json()["choices"]
             assert {
                 "setting": "num_postprocess_workers",
@@ -190,12 +184,19 @@ def test_every_front_end_serves_and_shows_the_sums_of_all(start):
 def test_an_iteration_is_listed_once_whoever_is_asked(start):
     server = start(num_postprocess_workers=2)
     server.stream(8).events()
-    time.sleep(0.6)  # until both have been told
-    listed = []
-    for one in server.api_servers():
-        with server.only(one):
-            listed.append([entry["iter"] for entry in httpx.get(f"{server.url}/metrics").json()])
-    assert listed == [list(range(1, 9)), []]
+    first, second = server.api_servers()
+    listed: list[int] = []
+
+    def all_are_listed() -> bool:
+        listed.extend(entry["iter"] for entry in httpx.get(f"{server.url}/metrics").json())
+        return len(listed) >= 8
+
+    with server.only(first):
+        until(all_are_listed)
+        assert listed == list(range(1, 9))
+    with server.only(second):  # once it has been told, too
+        until(lambda: server.metrics()["penstock_generated_tokens_total"] == 8)
+        assert httpx.get(f"{server.url}/metrics").json() == []
 
 
 def test_the_bound_on_open_requests_is_one_for_all(start):
@@ -208,7 +209,7 @@ def test_the_bound_on_open_requests_is_one_for_all(start):
         assert [one.status for one in kept] == [200] * 3
         assert server.stream(1000).status == 429
     kept[0].socket.close()
-    wait_for(lambda: server.metrics()["penstock_running"] == 2)
+    until(lambda: server.metrics()["penstock_running"] == 2)
     with server.only(second):
         assert server.stream(1).status == 200
 
@@ -225,11 +226,11 @@ def test_a_killed_front_end_is_replaced_and_its_requests_end(start):
     second.kill()
     for stream in lost:  # cut off: neither a finish nor [DONE] comes
         assert all(event["choices"][0]["finish_reason"] is None for event in stream.events())
-    wait_for(lambda: server.metrics()["penstock_aborted_total"] == 2)
-    wait_for(lambda: len(server.api_servers()) == 2)
+    until(lambda: server.metrics()["penstock_aborted_total"] == 2)
+    until(lambda: len(server.api_servers()) == 2)
     replacement = server.api_servers()[1]
     with server.only(replacement):
-        wait_for(server.answers)
+        until(server.answers)
         # Room for all four of the bound: nothing of the dead one counts any more.
         again = [server.stream(3) for _ in range(3)]
         assert [one.events()[-1]["usage"]["completion_tokens"] for one in again] == [3] * 3
@@ -243,7 +244,7 @@ def test_a_response_stored_by_one_is_known_to_all(start):
     url = f"{server.url}/v1/responses"
 
     def ask(method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        return httpx.request(method, f"{url}{path}", json=body, timeout=60)
+        return httpx.request(method, f"{url}{path}", json=body)
 
     def create(**body: Any) -> dict[str, Any]:
         asked = {"input": "a", "max_output_tokens": 3, "ignore_eos": True} | body
@@ -256,7 +257,7 @@ def test_a_response_stored_by_one_is_known_to_all(start):
         stored = create()
         running = create(background=True, max_output_tokens=10**6)
         kept = create(background=True, max_output_tokens=10**6)
-        wait_for(lambda: server.metrics()["penstock_running"] == 2)
+        until(lambda: server.metrics()["penstock_running"] == 2)
     with server.only(second):
         assert ask("GET", f"/{stored['id']}").json() == stored
         follow = create(previous_response_id=stored["id"])
@@ -268,17 +269,17 @@ def test_a_response_stored_by_one_is_known_to_all(start):
     with server.only(first):
         assert status(running) == "cancelled"
         assert ask("GET", f"/{stored['id']}").status_code == 404
-        wait_for(lambda: server.metrics()["penstock_running"] == 1)
+        until(lambda: server.metrics()["penstock_running"] == 1)
 
     with server.only(second):
         in_second = create(background=True, max_output_tokens=10**6)
-        wait_for(lambda: server.metrics()["penstock_running"] == 2)
+        until(lambda: server.metrics()["penstock_running"] == 2)
     second.kill()
-    second.wait(60)
-    wait_for(lambda: status(in_second) == "failed")
+    second.wait(240)
+    until(lambda: status(in_second) == "failed")
     assert status(kept) == "in_progress"
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0, "what runs in the background does not hold it up"
+    assert server.process.wait(240) == 0, "what runs in the background does not hold it up"
     assert "Traceback" not in server.log
 
 
@@ -291,11 +292,11 @@ def test_a_front_end_asked_to_leave_takes_neither_the_port_nor_the_key_with_it(s
         assert httpx.get(f"{server.url}/v1/models", headers=good).status_code == 200
     assert "secret" not in " ".join(second.cmdline())
     second.terminate()
-    second.wait(60)
+    second.wait(240)
     assert server.answers()
-    wait_for(lambda: len(server.api_servers()) == 2)
+    until(lambda: len(server.api_servers()) == 2)
     with server.only(server.api_servers()[1]):
-        wait_for(server.answers)
+        until(server.answers)
     assert first.is_running()
 
 
@@ -312,8 +313,8 @@ def test_a_signal_lets_every_front_end_finish_and_leaves_no_process(start, whom)
         process.send_signal(signal.SIGTERM)
     for stream in streams:
         assert stream.events()[-1]["usage"]["completion_tokens"] == 40
-    assert server.process.wait(60) == 0
-    assert not [process for process in server.all[1:] if process.is_running()]
+    assert server.process.wait(240) == 0
+    assert not psutil.wait_procs(server.all[1:], timeout=240)[1]
     assert "Traceback" not in server.log
 
 
@@ -338,7 +339,7 @@ def test_one_that_cannot_start_says_why_in_the_log_of_the_first(tmp_path, caplog
             pass_fds=(listener.fileno(),),
         )  # fmt: skip
         try:
-            assert ended.wait(60) and codes == [FAILED]
+            assert ended.wait(240) and codes == [FAILED]
         finally:
             child.kill()
     [line] = [record.getMessage() for record in caplog.records if "API server 1" in record.message]
@@ -347,26 +348,22 @@ def test_one_that_cannot_start_says_why_in_the_log_of_the_first(tmp_path, caplog
 
 
 def test_the_deadline_and_a_second_signal_reach_every_api_server(start):
-    for timeout_s, num_signals in ((1.0, 1), (600.0, 2)):
+    for timeout_s, num_signals in ((4.0, 1), (600.0, 2)):
         settings = {"http_config": {"shutdown_timeout": timeout_s}}
         server = start(rate=100, num_postprocess_workers=3, **settings)
         streams = []
         for one in server.api_servers():
             with server.only(one):
                 streams.append(server.stream(10**6))
-        began = time.monotonic()
-        for _ in range(num_signals):
+        server.process.send_signal(signal.SIGTERM)
+        until(server.refuses)
+        if num_signals == 2:
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
-        for one in server.api_servers()[:1] if num_signals == 1 else ():
-            with server.only(one):
-                assert httpx.get(f"{server.url}/health", timeout=60).status_code == 503
         for stream in streams:
             last = stream.events()[-1]
             assert "shutting down" in last["error"]["message"], last
-        assert server.process.wait(60) == 0
-        assert time.monotonic() - began < 120  # of 600
-        assert not [process for process in server.all[1:] if process.is_running()]
+        assert server.process.wait(240) == 0
+        assert not psutil.wait_procs(server.all[1:], timeout=240)[1]
         assert server.log.count("requests still run and are ended now") == 1
         assert "Traceback" not in server.log and "it is killed" not in server.log
 
@@ -382,16 +379,16 @@ def test_a_killed_engine_ends_the_requests_of_all_and_the_server(start):
     for stream in streams:
         last = stream.events()[-1]
         assert last["error"]["code"] == "engine_unavailable", last
-    assert server.process.wait(60) == 1
-    assert not [process for process in server.all[1:] if process.is_running()]
+    assert server.process.wait(240) == 1
+    assert not psutil.wait_procs(server.all[1:], timeout=240)[1]
 
 
 def test_a_killed_first_front_end_takes_everything_with_it(start):
     server = start(num_postprocess_workers=2)
     server.children("scripted_engine")
     server.all[0].kill()
-    server.process.wait(60)
-    wait_for(lambda: not any(process.is_running() for process in server.all[1:]))
+    server.process.wait(240)
+    assert not psutil.wait_procs(server.all[1:], timeout=240)[1]
 
 
 def test_a_thousand_streams_at_once_where_a_shell_allows_256_files(start):
@@ -400,14 +397,14 @@ def test_a_thousand_streams_at_once_where_a_shell_allows_256_files(start):
     for stream in streams:
         assert stream.status == 200
         assert stream.events()[-1]["usage"]["completion_tokens"] == 4
-    assert server.metrics()["penstock_request_success_total"] == 1000
+    until(lambda: server.metrics()["penstock_request_success_total"] == 1000)
 
 
 def test_a_slow_reader_gets_everything_in_fewer_events(start):
     num_tokens = 100_000
     server = start(rate=0)
     slow = Stream(server.port, num_tokens, "/v1/completions", buffer=4096)
-    wait_for(lambda: server.metrics()["penstock_generated_tokens_total"] == num_tokens)
+    until(lambda: server.metrics()["penstock_generated_tokens_total"] == num_tokens)
     events = slow.events()
     text = "".join(choice["text"] for event in events for choice in event["choices"])
     assert len(text) == num_tokens

@@ -2,8 +2,8 @@
 
 import json
 import stat
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -11,6 +11,7 @@ import openai
 import pytest
 from http_fakes import OUTPUT, FakePipeline, running_server
 from server_process import Server
+from waiting import until
 
 from penstock.hub.folder import local_folder
 from penstock.server.batches.endpoints import BATCH_PRIORITY
@@ -38,16 +39,9 @@ def start(client: openai.OpenAI, text: str, **options: object):
     return client.batches.create(input_file_id=file.id, **options)
 
 
-def until(is_so: Callable[[], bool], limit_s: float = 30) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def ended(client: openai.OpenAI, batch_id: str, limit_s: float = 30):
+def ended(client: openai.OpenAI, batch_id: str):
     open_ones = ("validating", "in_progress", "finalizing", "cancelling")
-    until(lambda: client.batches.retrieve(batch_id).status not in open_ones, limit_s)
+    until(lambda: client.batches.retrieve(batch_id).status not in open_ones)
     return client.batches.retrieve(batch_id)
 
 
@@ -140,13 +134,14 @@ def test_no_more_run_at_once_than_allowed(tmp_path):
     pipeline = FakePipeline()
     http = http_of(tmp_path, max_batch_concurrency=3)
     with running_server(pipeline, **http) as running:
-        client, most = client_of(running), 0
-        one = start(client, "".join(line(f"r{i}", "SLOW", max_tokens=4) for i in range(8)))
-        two = start(client, "".join(line(f"r{i}", "SLOW", max_tokens=4) for i in range(8)))
-        while client.batches.retrieve(two.id).status != "completed":
-            most = max(most, pipeline.num_open)
-        ended(client, one.id)
-    assert most == 3 and len(pipeline.asked) == 16
+        client, may_go = client_of(running), threading.Event()
+        pipeline.is_held = lambda: not may_go.is_set()
+        one = start(client, "".join(line(f"r{i}", "HELD", max_tokens=4) for i in range(8)))
+        two = start(client, "".join(line(f"r{i}", "HELD", max_tokens=4) for i in range(8)))
+        until(lambda: pipeline.num_open == 3)
+        may_go.set()
+        assert [ended(client, batch.id).status for batch in (one, two)] == ["completed"] * 2
+    assert pipeline.max_open == 3 and len(pipeline.asked) == 16
 
 
 def test_a_full_server_is_waited_for(tmp_path):
@@ -268,20 +263,22 @@ def test_a_real_server_goes_on_with_a_batch_after_a_restart(tmp_path):
     model = local_folder("tiny")
     settings = {**http_of(tmp_path / "files"), "num_postprocess_workers": 2, "max_batch_size": 2}
     settings["served_model_name"] = "tiny"
-    prompts = [f"What is {i} + 30?" for i in range(80)]
-    text = "".join(line(f"r{i}", one, max_tokens=60) for i, one in enumerate(prompts))
+    prompts = [f"What is {i} + 30?" for i in range(40)]
+    text = "".join(
+        line(f"r{i}", one, max_tokens=40, ignore_eos=True) for i, one in enumerate(prompts)
+    )
     with Server(model, **settings) as server:
         client = client_of(server)
         batch = start(client, text)
-        until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0, 60)
+        until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
         assert server.stop() == 0
     [output] = (tmp_path / "files").rglob("output.jsonl")
     before = output.read_text().splitlines()
-    assert 0 < len(before) < 80 and all(json.loads(one) for one in before)
+    assert 0 < len(before) < 40 and all(json.loads(one) for one in before)
     with Server(model, **settings) as server:
         client = client_of(server)
-        done = ended(client, batch.id, 100)
-        assert done.status == "completed" and done.request_counts.completed == 80
+        done = ended(client, batch.id)
+        assert done.status == "completed" and done.request_counts.completed == 40
         results = client.files.content(done.output_file_id).text.splitlines()
-        assert results[: len(before)] == before and len(results) == 80
-        assert {json.loads(one)["custom_id"] for one in results} == {f"r{i}" for i in range(80)}
+        assert results[: len(before)] == before and len(results) == 40
+        assert {json.loads(one)["custom_id"] for one in results} == {f"r{i}" for i in range(40)}

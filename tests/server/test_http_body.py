@@ -1,9 +1,11 @@
 """Request bodies: whatever they hold, the event loop goes on, and together they are bounded."""
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import json
+import select
 import socket
 import time
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 from http_fakes import FakePipeline, running_server
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from waiting import until
 
 from penstock.config.http import HttpConfig
 from penstock.config.schema import EngineConfig
@@ -22,8 +25,9 @@ from penstock.server.app import build_app
 from penstock.server.body_limits import SMALL_BYTES, Bodies, Turns
 from penstock.text.json_outline import outline
 
-# What an idle machine does in a quarter of it. The four bodies held up the loop for 4 to 17 s.
-MAX_STALL_S = 0.25
+# Of this process's own time, as others may have the processor meanwhile. What is too large took 4
+# to 17 s before it was refused, and at most a tenth of this since.
+MAX_STALL_S = 1.0
 # So that values, not bytes, are what these bodies have too many of.
 ROOMY = {"http_config": {"max_body_bytes": 64 << 20}}
 COMPLETIONS = "/v1/completions"
@@ -89,7 +93,7 @@ def test_whoever_leaves_before_its_turn_holds_up_nobody():
         await first
         for one in leaving:
             one.cancel()
-        await asyncio.wait_for(last, 5)
+        await asyncio.wait_for(last, 240)
         assert all(one.cancelled() for one in leaving)
 
     asyncio.run(take())
@@ -146,7 +150,7 @@ HEAVY = {
 
 
 async def stalled(app, path, data):
-    """The answer's status, and for how long the loop did nothing else at most."""
+    """The answer's status, and for how much of its processor time the loop did nothing else."""
     status, at, worst, is_done = 0, 0, 0.0, False
 
     async def receive():
@@ -167,10 +171,10 @@ async def stalled(app, path, data):
 
     async def tick():
         nonlocal worst
-        last = time.perf_counter()
+        last = time.process_time()
         while not is_done:
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
+            now = time.process_time()
             last, worst = now, max(worst, now - last)
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "extensions": {}}
@@ -186,17 +190,13 @@ async def stalled(app, path, data):
 def test_no_body_holds_up_the_event_loop(name):
     path, make, status = HEAVY[name]
     data = make()
-    outcomes = []
     gc.collect()
     gc.freeze()  # as a server does
-    for _ in range(3):  # the best of three: other programs run here, too
-        app = build_app(FakePipeline(), EngineConfig(model="m", **ROOMY))
-        outcomes.append(asyncio.run(stalled(app, path, data)))
-        if outcomes[-1][1] < MAX_STALL_S:
-            break
+    app = build_app(FakePipeline(), EngineConfig(model="m", **ROOMY))
+    found, worst = asyncio.run(stalled(app, path, data))
     gc.unfreeze()
-    assert outcomes[-1][0] == status
-    assert min(worst for _, worst in outcomes) < MAX_STALL_S, outcomes
+    assert found == status
+    assert worst < MAX_STALL_S
 
 
 @pytest.mark.parametrize(
@@ -246,32 +246,34 @@ def test_stalled_bodies_are_bounded_together_and_small_ones_still_answered():
     settings = {"http_config": {"max_body_bytes_in_flight": 4 << 20, "max_body_bytes": 2 << 20}}
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1500000\r\n\r\n"
     with running_server(FakePipeline(), **settings) as server:
-        stalled = []
-        refused = 0
+        stalled, answers = [], []
         for _ in range(8):
-            client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            client = socket.create_connection(("127.0.0.1", server.port), timeout=240)
             stalled.append(client)
-            try:
+            with contextlib.suppress(ConnectionError):
                 client.sendall(head + b" " * 1_000_000)
-                client.settimeout(0.5)
-                answer = client.recv(4096)
-            except (TimeoutError, ConnectionError):
-                continue
-            if answer:
-                refused += 1
-                assert answer.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in answer.lower()
-        assert refused >= 3
+
+        def num_refused():
+            for client in select.select(stalled, [], [], 0)[0]:
+                with contextlib.suppress(ConnectionError):
+                    answers.append(client.recv(4096))
+                stalled.remove(client)
+                client.close()
+            return sum(answer != b"" for answer in answers)
+
+        until(lambda: num_refused() >= 3)
+        assert all(
+            answer.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in answer.lower()
+            for answer in answers
+            if answer
+        )
         ask = {"prompt": [65] * 1000, "max_tokens": 1}
         assert httpx.post(server.url + COMPLETIONS, json=ask).status_code == 200
         large = {"prompt": [65] * 1000, "max_tokens": 1, "user": "u" * 1_000_000}
         assert httpx.post(server.url + COMPLETIONS, json=large).status_code == 429
         for client in stalled:
             client.close()
-        deadline = time.monotonic() + 10
-        while (answer := httpx.post(server.url + COMPLETIONS, json=large)).status_code == 429:
-            assert time.monotonic() < deadline, "what stalled bodies held is not given back"
-            time.sleep(0.05)
-        assert answer.status_code == 200
+        until(lambda: httpx.post(server.url + COMPLETIONS, json=large).status_code == 200)
 
 
 def test_bodies_hold_all_they_may_and_not_a_byte_more():

@@ -1,13 +1,13 @@
 """A client that leaves frees its request at once; a client that floods is cut off."""
 
 import socket
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from http_fakes import MAX_SEQ_LEN, FakePipeline, running_server
+from waiting import until
 
 from penstock.config.http import HttpConfig
 from penstock.server.body_limits import Bodies
@@ -23,17 +23,10 @@ def server() -> Iterator[SimpleNamespace]:
 
 
 def send(server: SimpleNamespace, body: bytes, path: str = "/v1/completions") -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=240)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body)
     return client
-
-
-def wait_for(condition, limit_s: float = 15.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
-        time.sleep(0.01)
 
 
 BODIES = {
@@ -45,22 +38,22 @@ BODIES = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_a_client_that_leaves_frees_its_request_within_a_second(server, kind):
+def test_a_client_that_leaves_frees_its_request(server, kind):
     client = send(server, BODIES[kind])
-    wait_for(lambda: server.pipeline.num_open > 0)
+    until(lambda: server.pipeline.num_open > 0)
     if "streaming" in kind:
         assert client.recv(15) == b"HTTP/1.1 200 OK"
     client.close()
-    wait_for(lambda: server.pipeline.num_open == 0)
+    until(lambda: server.pipeline.num_open == 0)
     assert set(server.pipeline.aborted) == {"SLOW"}
 
 
 def test_a_chat_client_that_leaves_frees_its_request(server):
     body = b'{"messages": [{"role": "user", "content": "SLOW"}], "stream": true}'
     client = send(server, body, "/v1/chat/completions")
-    wait_for(lambda: server.pipeline.num_open > 0)
+    until(lambda: server.pipeline.num_open > 0)
     client.close()
-    wait_for(lambda: server.pipeline.num_open == 0)
+    until(lambda: server.pipeline.num_open == 0)
     assert len(server.pipeline.aborted) == 1
 
 
@@ -71,7 +64,7 @@ def test_a_finished_request_is_not_aborted(server):
 
 
 def test_an_announced_body_over_the_limit_is_refused_unread(server):
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=240)
     length = MAX_BODY_BYTES + 1
     client.sendall(
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
@@ -80,7 +73,7 @@ def test_an_announced_body_over_the_limit_is_refused_unread(server):
 
 
 def test_an_endless_chunked_body_is_cut_off(server):
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=240)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     client.sendall(head)
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
@@ -93,7 +86,7 @@ def test_an_endless_chunked_body_is_cut_off(server):
 
 
 def test_an_endless_header_is_cut_off(server):
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=240)
     client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         for _ in range(1000):

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import httpx
 import pytest
 from http_fakes import INFO, FakePipeline
 from msgspec.structs import replace
+from waiting import free_port, until
 
 from penstock.errors import ConfigError
 from penstock.server.launch import bind
@@ -32,27 +32,35 @@ READY = "Application startup complete."
 
 
 class Server:
-    def __init__(self, mode: str, log: Path, http_config: dict[str, float] | None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+    def __init__(
+        self, mode: str, log: Path, http_config: dict[str, float] | None, gate: Path | None = None
+    ) -> None:
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._log = log
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), mode, str(self.port)],
-            stderr=log.open("wb"),
-            env=os.environ | {"HTTP_CONFIG": json.dumps(http_config or {"shutdown_timeout": 1.0})},
-        )
+        self._log, self._asked = log, log.with_suffix(".asked")
+        env = {"HTTP_CONFIG": json.dumps(http_config or {"shutdown_timeout": 1.0})}
+        with log.open("wb") as said, self._asked.open("wb") as asked:
+            self.process = subprocess.Popen(
+                [sys.executable, str(CHILD), mode, str(self.port)],
+                stdout=asked,
+                stderr=said,
+                env=os.environ | env | ({} if gate is None else {"GATE": str(gate)}),
+            )
 
     @property
     def log(self) -> str:
         return self._log.read_text()
 
     def wait_for_line(self, line: str) -> None:
-        deadline = time.monotonic() + 20
-        while line not in self.log:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log
-            time.sleep(0.02)
+        until(lambda: line in self.log or self.process.poll() is not None, what=lambda: self.log)
+        assert line in self.log, self.log
+
+    def wait_for_requests(self, number: int) -> None:
+        until(lambda: len(self._asked.read_text().splitlines()) >= number)
+
+    def wait_until_it_leaves(self) -> None:
+        """It has heard the signal, and requests keep it."""
+        until(lambda: httpx.get(f"{self.url}/health").status_code == 503)
 
     def answers(self) -> bool:
         try:
@@ -62,15 +70,15 @@ class Server:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(240)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start_one(mode: str, http_config: dict[str, float] | None = None) -> Server:
-        servers.append(Server(mode, tmp_path / f"log{len(servers)}", http_config))
+    def start_one(mode: str, gate: Path | None = None) -> Server:
+        servers.append(Server(mode, tmp_path / f"log{len(servers)}", None, gate))
         return servers[-1]
 
     yield start_one
@@ -79,10 +87,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         server.process.wait()
 
 
-def test_ready_is_said_once_and_is_true(start):
-    server = start("serves")
+def test_ready_is_said_once_and_is_true(start, tmp_path):
+    server = start("serves", gate=tmp_path / "gate")
     server.wait_for_line("Waiting for application startup.")
-    assert not server.answers()
+    assert not server.answers() and READY not in server.log
+    (tmp_path / "gate").touch()
     server.wait_for_line(READY)
     server.wait_for_line("curl")
     assert server.answers()
@@ -103,61 +112,60 @@ def test_a_signal_drains_then_aborts_then_stops_the_engine(start, number):
     ) as response:
         next(response.iter_bytes())
         server.process.send_signal(number)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(240) == 0
     assert "engine stopped, aborted ['SLOW']" in server.log
 
 
 def test_the_process_fails_when_the_engine_dies(start):
     server = start("dies")
     server.wait_for_line(READY)
-    assert server.process.wait(60) == 1
+    assert server.process.wait(240) == 1
     assert "the engine has ended" in server.log
 
 
 def test_a_signal_while_loading_ends_the_process(start):
     server = start("loads")
     server.wait_for_line("Waiting for application startup.")
-    begun = time.monotonic()
     assert server.stop() == 1
-    assert time.monotonic() - begun < 20
     assert READY not in server.log
 
 
 def test_a_signal_before_the_server_hears_of_signals_ends_the_process(start):
     server = start("signalled")
-    assert server.process.wait(60) == 1
+    assert server.process.wait(240) == 1
     assert "stopped while the engine was starting" in server.log
     assert READY not in server.log and "Traceback" not in server.log
 
 
 def test_a_model_that_is_not_there_is_one_line_before_anything_is_started(start):
     server = start("misses")
-    assert server.process.wait(60) == 1
+    assert server.process.wait(240) == 1
     assert "model '/no/such/folder': no such folder" in server.log
     assert "Waiting for application startup" not in server.log and "Traceback" not in server.log
 
 
 def test_a_configuration_that_cannot_start_is_one_line(start):
     server = start("refuses")
-    assert server.process.wait(60) == 1
+    assert server.process.wait(240) == 1
     assert "the checkpoint has no config.json" in server.log
     assert "Traceback" not in server.log and READY not in server.log
 
 
 def test_a_mistake_of_ours_while_starting_is_a_failure_too(start):
     server = start("breaks")
-    assert server.process.wait(60) == 1
+    assert server.process.wait(240) == 1
     assert "a mistake of ours" in server.log
 
 
-def test_a_port_taken_while_loading_is_a_failure_too(start):
-    server = start("serves")
+def test_a_port_taken_while_loading_is_a_failure_too(start, tmp_path):
+    server = start("serves", gate=tmp_path / "gate")
     server.wait_for_line("Waiting for application startup.")
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", server.port))
         other.listen()
-        assert server.process.wait(60) == 1
+        (tmp_path / "gate").touch()
+        assert server.process.wait(240) == 1
     assert "cannot listen on port" in server.log and "engine stopped" in server.log
 
 
@@ -168,7 +176,7 @@ def test_a_taken_port_is_said_before_anything_is_loaded(start):
         [sys.executable, str(CHILD), "serves", str(first.port)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert second.returncode == 1
@@ -192,7 +200,7 @@ def test_a_mistyped_model_is_told_before_a_port_that_is_taken(start):
     first = start("serves")
     first.wait_for_line(READY)
     command = [sys.executable, str(CHILD), "misses", str(first.port)]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert second.returncode == 1
     assert "model '/no/such/folder': no such folder" in second.stderr
 

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import openai
 import pytest
 from http_fakes import OUTPUT, FakePipeline, running_server
 from scripted_pipeline import ScriptedPipeline
+from waiting import until
 
 TOOLS = [
     {
@@ -186,9 +186,9 @@ def test_a_stored_response_is_asked_for_and_deleted(client):
 
 
 def poll(client: openai.OpenAI, response_id: str) -> Any:
-    while (found := client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
-        threading.Event().wait(0.01)
-    return found
+    is_open = ("queued", "in_progress")
+    until(lambda: client.responses.retrieve(response_id).status not in is_open)
+    return client.responses.retrieve(response_id)
 
 
 def test_a_response_runs_in_the_background(client):
@@ -205,16 +205,15 @@ def test_a_response_in_the_background_is_cancelled(client, server):
     begun = client.responses.create(model="m", input="SLOW", background=True)
     with pytest.raises(openai.BadRequestError, match="is in_progress"):
         client.responses.create(model="m", input="Hi", previous_response_id=begun.id)
+    until(lambda: server.pipeline.num_open == 1)
     assert client.responses.cancel(begun.id).status == "cancelled"
     assert client.responses.retrieve(begun.id).status == "cancelled"
-    while server.pipeline.num_open:
-        threading.Event().wait(0.01)
+    until(lambda: server.pipeline.num_open == 0)
     assert "SLOW" in server.pipeline.aborted[-1]
 
     gone = client.responses.create(model="m", input="SLOW", background=True)
     client.responses.delete(gone.id)
-    while server.pipeline.num_open:
-        threading.Event().wait(0.01)
+    until(lambda: server.pipeline.num_open == 0)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(gone.id)
 
@@ -332,16 +331,14 @@ def test_a_client_that_leaves_frees_its_request(path, stream):
     body = {"input": words} if path == "/v1/responses" else {"messages": words, "max_tokens": 99}
     data = json.dumps({**body, "stream": stream}).encode()
     with running_server(ScriptedPipeline(script)) as running:
-        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=240) as client:
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
             head += f"Content-Length: {len(data)}\r\n\r\n"
             client.sendall(head.encode() + data)
-            while not running.pipeline.prompts:
-                threading.Event().wait(0.01)
+            until(lambda: running.pipeline.prompts and running.pipeline.num_open == 1)
             if stream:
                 assert client.recv(15) == b"HTTP/1.1 200 OK"
-        while running.pipeline.num_open:
-            threading.Event().wait(0.01)
+        until(lambda: running.pipeline.num_open == 0)
         assert "SLOW" in running.pipeline.aborted[-1]
 
 

@@ -7,7 +7,7 @@ import json
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 from http_fakes import FakePipeline, running_server
+from waiting import until
 
 from penstock.server.http import MAX_HEAD_BYTES, MAX_PIPELINED
 
@@ -28,6 +29,8 @@ LIMITS = {
     "body_timeout": 0.4,
     "min_body_rate": 1000,
 }
+# For clients that must come in time.
+LONGER_LIMITS = {"keep_alive_timeout": 3.0, "head_timeout": 2.0, "body_timeout": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +45,14 @@ def hasty() -> Iterator[SimpleNamespace]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[SimpleNamespace]:
+    with running_server(FakePipeline(), http_config=LONGER_LIMITS) as running:
+        yield running
+
+
 def connect(server: SimpleNamespace, data: bytes = b"") -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=240)
     client.sendall(data)
     return client
 
@@ -71,13 +80,6 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
         assert data, received
         received += data
     return received
-
-
-def wait_for(condition: Callable[[], object], limit_s: float = 15.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
-        time.sleep(0.01)
 
 
 def num_sent(client: socket.socket, piece: bytes, most: int) -> int:
@@ -137,11 +139,11 @@ def test_a_client_that_leaves_with_requests_ahead_frees_the_one_that_runs(server
     num_aborted = len(server.pipeline.aborted)
     client = connect(server, post(body))
     if waits:
-        wait_for(lambda: server.pipeline.num_open == 1)
+        until(lambda: server.pipeline.num_open == 1)
     client.sendall(HEALTH * 3)
-    wait_for(lambda: server.pipeline.num_open == 1)
+    until(lambda: server.pipeline.num_open == 1)
     client.close()
-    wait_for(lambda: server.pipeline.num_open == 0)
+    until(lambda: server.pipeline.num_open == 0)
     assert len(server.pipeline.aborted) == num_aborted + 1
 
 
@@ -149,17 +151,17 @@ def test_256_clients_that_leave_with_requests_ahead_leave_nothing_running(server
     num_asked = len(server.pipeline.asked)
     for _ in range(256):
         connect(server, post(SLOW) + HEALTH).close()
-    wait_for(lambda: len(server.pipeline.asked) == num_asked + 256)
-    wait_for(lambda: server.pipeline.num_open == 0)
+    until(lambda: len(server.pipeline.asked) == num_asked + 256)
+    until(lambda: server.pipeline.num_open == 0)
 
 
 def test_a_client_that_leaves_is_noticed_while_its_next_body_is_not_read(server):
     """Nothing is read from a connection on which a large body waits for its turn."""
     client = connect(server, post(SLOW) + post(b" " * (4 << 20))[: 1 << 20])
-    wait_for(lambda: server.pipeline.num_open == 1)
+    until(lambda: server.pipeline.num_open == 1)
     time.sleep(0.1)
     client.close()
-    wait_for(lambda: server.pipeline.num_open == 0)
+    until(lambda: server.pipeline.num_open == 0)
 
 
 def test_requests_ahead_are_answered_in_order_up_to_a_bound(server):
@@ -179,7 +181,7 @@ def test_garbage_behind_a_request_is_not_answered_within_its_answer(server):
     assert client.recv(15) == b"HTTP/1.1 200 OK"
     client.sendall(b"\x00\x01 garbage\r\n\r\n")
     assert b"HTTP/1.1" not in read_all(client)
-    wait_for(lambda: server.pipeline.num_open == 0)
+    until(lambda: server.pipeline.num_open == 0)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_a_head_that_does_not_end_gets_408(hasty):
     while not select.select([client], [], [], 0.1)[0]:
         client.sendall(b"o")  # slowly, but it never stands still
     assert read_all(client).startswith(b"HTTP/1.1 408 ")
-    assert 0.3 < time.monotonic() - began < 30
+    assert time.monotonic() - began > 0.3
 
 
 @pytest.mark.parametrize("sent", [b"", b"{"])
@@ -243,12 +245,10 @@ def test_a_body_that_is_not_sent_after_its_answer_gets_no_second_one():
 
 def test_a_body_that_trickles_gets_408(hasty):
     client = connect(hasty, post(b" " * 1000)[:-1000])
-    began = time.monotonic()
     while not select.select([client], [], [], 0.1)[0]:
         client.sendall(b" ")
     received = read_all(client)
     assert received.startswith(b"HTTP/1.1 408 ") and b"min_body_rate" in received
-    assert time.monotonic() - began < 30
 
 
 def test_1500_half_sent_heads_and_bodies_are_gone_in_time(hasty):
@@ -257,30 +257,31 @@ def test_1500_half_sent_heads_and_bodies_are_gone_in_time(hasty):
             stack.enter_context(connect(hasty, half))
             for half in (HEALTH[:-1], post(SLOW)[:-1], CHUNKED + b"5\r\n{") * 500
         ]
-        began = time.monotonic()
         assert all(read_all(client).startswith(b"HTTP/1.1 408 ") for client in clients)
-        assert time.monotonic() - began < 60
-    wait_for(lambda: len(hasty.server.connections) == 0)
+    until(lambda: len(hasty.server.connections) == 0)
     assert hasty.pipeline.num_open == 0
 
 
-def test_time_does_not_run_while_an_answer_is_under_way(hasty):
+def test_time_does_not_run_while_an_answer_is_under_way(patient):
     """Its request is older than every bound, and half of the next one has been sent."""
-    body = b'{"prompt": "SLOW", "max_tokens": 24, "stream": true}'
-    client = connect(hasty, post(body) + post(QUICK)[:-1])
+    body = b'{"prompt": "SLOW", "max_tokens": 64, "stream": true}'  # which takes 3.2 s
+    client = connect(patient, post(body) + post(QUICK)[:-1])
     received = read_until(client, b"[DONE]")
-    assert received.count(b"data: {") > 20
+    assert received.count(b"data: {") > 60
     client.sendall(post(QUICK)[-1:])
     read_until(client, b"HTTP/1.1 200 OK")
 
 
-def test_an_idle_connection_is_closed_and_a_busy_one_is_kept(hasty):
-    idle, unused, busy = connect(hasty, HEALTH), connect(hasty), connect(hasty)
-    for _ in range(5):
-        time.sleep(0.3)
-        busy.sendall(HEALTH)
-        assert busy.recv(4096).startswith(b"HTTP/1.1 200 OK")
-    assert read_all(unused) == b"" and read_all(idle).startswith(b"HTTP/1.1 200 OK")
+def test_an_idle_connection_is_closed_and_a_busy_one_is_kept(patient):
+    idle, unused, busy = connect(patient, HEALTH), connect(patient), connect(patient)
+    assert idle.recv(4096).startswith(b"HTTP/1.1 200 OK")
+    for other in (idle, unused):
+        while not select.select([other], [], [], 0.1)[0]:
+            busy.sendall(HEALTH)
+            assert busy.recv(4096).startswith(b"HTTP/1.1 200 OK")
+    assert read_all(unused) == read_all(idle) == b""
+    busy.sendall(HEALTH)
+    assert busy.recv(4096).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_connections_of_one_address_are_bounded_where_that_is_wanted():
@@ -290,9 +291,9 @@ def test_connections_of_one_address_are_bounded_where_that_is_wanted():
         refused = read_all(connect(server))
         assert refused.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in refused
         kept[0].close()
-        wait_for(lambda: len(server.server.connections) == 2)
+        until(lambda: len(server.server.connections) == 2)
         assert connect(server, HEALTH).recv(4096).startswith(b"HTTP/1.1 200 OK")
     with running_server(FakePipeline()) as server, ExitStack() as stack:
         many = [stack.enter_context(connect(server)) for _ in range(50)]
-        wait_for(lambda: len(server.server.connections) == len(many))
+        until(lambda: len(server.server.connections) == len(many))
         assert httpx.get(f"{server.url}/health").status_code == 200
