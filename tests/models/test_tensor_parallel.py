@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from mxfp4_models import make_packed_checkpoint
 from paged_driver import load_model, mixed_run, prompts
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint
+from waiting import free_port
 
 from penstock.models.spec import parse_model_spec
 
@@ -68,9 +68,7 @@ def run(tmp_path_factory) -> tuple[Path, list[Path]]:
         else make_checkpoint(root / str(number), arch, **overrides)
         for number, (arch, overrides) in enumerate(CASES.values())
     ]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     cases = [
         f"{folder}:{SIZE if has_sets else 1}"
         for folder, has_sets in zip(folders, HAS_SETS, strict=True)
@@ -86,7 +84,7 @@ def run(tmp_path_factory) -> tuple[Path, list[Path]]:
         for rank in range(SIZE)
     ]
     try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

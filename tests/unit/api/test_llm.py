@@ -117,7 +117,7 @@ def test_wrong_prompts_are_request_errors(llm):
 
 def test_generate_async_gives_a_result_to_threads_and_loops(llm):
     pending = llm.generate_async("ab", PARAMS)
-    assert pending.result(timeout=10) is pending.result()
+    assert pending.result(timeout=240) is pending.result()
     assert len(pending.result().outputs[0].token_ids) == 5
 
     async def scenario():
@@ -133,7 +133,7 @@ def test_generate_async_gives_a_result_to_threads_and_loops(llm):
 def test_generate_async_may_be_read_from_two_threads(llm):
     pending = llm.generate_async("ab", PARAMS)
     found = []
-    readers = [threading.Thread(target=lambda: found.append(pending.result(10))) for _ in range(4)]
+    readers = [threading.Thread(target=lambda: found.append(pending.result(240))) for _ in range(4)]
     for reader in readers:
         reader.start()
     for reader in readers:
@@ -144,7 +144,7 @@ def test_generate_async_may_be_read_from_two_threads(llm):
 def test_abort_finishes_a_pending_output_as_cancelled(llm):
     pending = llm.generate_async([40, 41], SamplingParams(max_tokens=4000))
     pending.abort()
-    assert pending.result(10).outputs[0].finish_reason is FinishReason.ABORT
+    assert pending.result(240).outputs[0].finish_reason is FinishReason.ABORT
 
 
 def test_a_dying_engine_is_an_error_not_a_hang(folder, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_script_that_forgets_shutdown_ends_cleanly(folder):
         env={**os.environ, "PYTHONPATH": FAKE_FOLDER},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
@@ -183,6 +183,6 @@ def test_without_sampling_params_the_models_defaults_are_used(llm, monkeypatch):
     monkeypatch.setattr(EngineClient, "info", info)
     assert llm.get_default_sampling_params() == SamplingParams(max_tokens=3, temperature=0.25)
     assert llm.generate("abc").usage.completion_tokens == 3
-    assert llm.generate_async("abc").result(10).usage.completion_tokens == 3
+    assert llm.generate_async("abc").result(240).usage.completion_tokens == 3
     # those given are taken as they are
     assert llm.generate("abc", SamplingParams(max_tokens=4)).usage.completion_tokens == 4

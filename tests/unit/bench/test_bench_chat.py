@@ -427,7 +427,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
         [sys.executable, "-c", blocked, *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_http import ScriptedHttp, chunked, completion, http
+from waiting import until
 
 from penstock.bench.http import HttpClient, _Connection
 from penstock.bench.load import Arrivals, ask_one, send_all
@@ -70,26 +71,33 @@ def test_an_answer_is_the_same_wherever_the_bytes_are_cut(end, cuts):
 
 
 def test_times_are_those_of_the_chunks():
-    with ScriptedHttp(lambda path, body: completion(4), pause_s=0.05) as server:
+    def are_right() -> bool:
+        """But for a machine that does something else meanwhile."""
         response = ask(server)
-    assert response.error is None
-    assert len(response.gaps_s) == 3
-    assert all(0.04 < gap < 0.2 for gap in response.gaps_s)
-    assert 0.04 < response.ttft_s < 0.2  # the head comes a pause earlier, and is no token
-    assert math.isclose(response.latency_s, response.ttft_s + sum(response.gaps_s))
+        assert response.error is None and len(response.gaps_s) == 3
+        assert response.ttft_s > 0.04  # the head comes a pause earlier, and is no token
+        assert math.isclose(response.latency_s, response.ttft_s + sum(response.gaps_s))
+        return response.ttft_s < 0.2 and all(0.04 < gap < 0.2 for gap in response.gaps_s)
+
+    with ScriptedHttp(lambda path, body: completion(4), pause_s=0.05) as server:
+        until(are_right)
 
 
 def test_the_openai_package_measures_the_same():
-    with ScriptedHttp(lambda path, body: completion(20), pause_s=0.02) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    def agree() -> bool:
         begun, times = time.perf_counter(), []
         for chunk in client.completions.create(model="m", prompt="p", stream=True):
             if chunk.choices:
                 times.append(time.perf_counter())
         response = ask(server)
-    assert response.num_chunks == len(times) == 20
-    assert response.last_at - response.first_at == pytest.approx(times[-1] - times[0], rel=0.2)
-    assert 0.02 < response.ttft_s < times[0] - begun + 0.05
+        assert response.num_chunks == len(times) == 20 and response.ttft_s > 0.02
+        taken_s = pytest.approx(times[-1] - times[0], rel=0.2)
+        is_first = response.ttft_s < times[0] - begun + 0.05
+        return is_first and response.last_at - response.first_at == taken_s
+
+    with ScriptedHttp(lambda path, body: completion(20), pause_s=0.02) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        until(agree)
 
 
 def test_a_chat_counts_what_is_said_thought_or_called_but_not_who_speaks():

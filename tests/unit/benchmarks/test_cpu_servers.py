@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -103,9 +104,7 @@ def test_a_server_is_stopped_together_with_what_it_started(tmp_path):
         while not (text := log.read_text()).endswith("\n"):
             assert process.poll() is None
     assert process.returncode is not None
-    deadline = time.monotonic() + 10  # the kernel ends a killed process when it can
-    while _is_running(int(text)):
-        assert time.monotonic() < deadline
+    until(lambda: not _is_running(int(text)))  # the kernel ends a killed process when it can
 
 
 def test_a_server_ends_with_a_benchmark_that_is_told_to_end(tmp_path):
@@ -113,7 +112,7 @@ def test_a_server_ends_with_a_benchmark_that_is_told_to_end(tmp_path):
     sleeper = Server("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"], "m", {})
     with pytest.raises(SystemExit), running(sleeper, log) as process:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(10)
+        time.sleep(240)
     assert process.returncode is not None
 
 

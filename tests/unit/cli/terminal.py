@@ -37,7 +37,7 @@ class Screen:
     def text(self) -> str:
         return self._tmux("capture-pane", "-p", "-S", "-200")
 
-    def wait_for(self, *parts: str, within_s: float = 30.0) -> str:
+    def wait_for(self, *parts: str, within_s: float = 240.0) -> str:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             seen = self.text

@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         if self.server.meeting is not None:
-            self.server.meeting.wait(10)
+            self.server.meeting.wait(240)
         text = body["messages"][-1]["content"]
         said = {"choices": [{"message": {"role": "assistant", "content": f"echo {text}"}}]}
         self._send(*self.server.replies.get(self.path, (200, said)))

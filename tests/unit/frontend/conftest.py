@@ -17,7 +17,7 @@ from penstock.ipc.address import address, private_folder
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
-TEST_TIMEOUT_S = 60
+TEST_TIMEOUT_S = 240
 
 
 @pytest.fixture(scope="session")

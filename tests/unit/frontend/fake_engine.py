@@ -4,8 +4,8 @@ Each turn it sends one `Deltas` message with the next delta of every open reques
 """
 
 import os
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.ipc.channel import Receiver, Sender
@@ -174,11 +174,12 @@ def main() -> None:
 
     if task["config"]["load_format"] == "dummy":
         inbox = Receiver(task["address"], ToEngine)
-        hello = inbox.receive(10_000)
+        hello = inbox.receive(60_000)
         assert isinstance(hello, Hello)
-        Sender(hello.address).send(Fatal(message="not enough memory for this model"))
-        time.sleep(0.05)
-        os._exit(1)
+        client = Sender(hello.address)
+        client.send(Fatal(message="not enough memory for this model"))
+        client.close()
+        sys.exit(1)  # which waits until it is sent
     FakeEngine(task["address"], script, make_info(max_queued=16, config=task["config"])).run()
 
 

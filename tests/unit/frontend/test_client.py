@@ -226,7 +226,7 @@ def test_start_fails_when_the_engine_cannot_be_built(act, expected, run, tmp_pat
         inbox = Receiver(address(folder, "engine"), ToEngine)
         client = EngineClient([inbox.address], folder)
         starting = asyncio.create_task(client.start())
-        hello = await asyncio.to_thread(inbox.receive, 5000)
+        hello = await asyncio.to_thread(inbox.receive, 60_000)
         sender = Sender(hello.address)
         act(client, sender)
         with pytest.raises(expected, match="ended with code 1"):

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from waiting import until
 from wheels import MEMBER, pip_settings, wheel_model, write_fake_pip, write_wheel
 
 from penstock.errors import ConfigError
@@ -212,13 +213,6 @@ def start_use(environment):
     return subprocess.Popen([sys.executable, "-c", USE], env=env, stdout=-1, stderr=-1, text=True)
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_two_processes_at_once_download_once(home, tmp_path):
     write_wheel(tmp_path / "good", "some-model", "1.0", {MEMBER: CONTENT})
     script = """
@@ -228,10 +222,10 @@ shutil.copy(next((here.parent / "good").iterdir()), dest)
     fake = tmp_path / "fake"
     environment = write_fake_pip(fake, script)
     both = [start_use(environment) for _ in range(2)]
-    wait_for((fake / "calls").exists)
+    until((fake / "calls").exists)
     time.sleep(0.3)  # the second one gets as far as it can
     (fake / "go").touch()
-    outputs = [process.communicate(timeout=30) for process in both]
+    outputs = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert {out for out, _ in outputs} == {f"{home / 'some' / 'Some-1B.Q4_1.gguf'}\n"}
     assert (fake / "calls").read_text() == "called\n"
@@ -250,10 +244,10 @@ time.sleep(600)
 def test_interrupted_download_leaves_nothing_behind(home, tmp_path):
     fake = tmp_path / "fake"
     process = start_use(write_fake_pip(fake, STALL))
-    wait_for((fake / "pid").exists)
+    until((fake / "pid").exists)
     assert len(visible(home)) > 1
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode != 0
     assert visible(home) == [".some.lock"]
     with pytest.raises(ProcessLookupError):

@@ -5,10 +5,10 @@ Each in a program of its own: a test process has threads.
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from penstock.ipc.process import own_gpus
 
@@ -20,18 +20,30 @@ folder = pathlib.Path(sys.argv[1])
 imported = object()  # as only a copy can have it
 
 def act(task):
-    (folder / f"pid{task['number']}").write_text(str(os.getpid()))
+    unfinished = folder / f"unfinished{task['number']}"
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(folder / f"pid{task['number']}")
     time.sleep(task.get("sleep", 0))
     assert not task.get("fails")
     (folder / str(task["number"])).write_text(str(id(imported)))
 
 workers = ForkedWorkers(act)
 """
+KILLER = """
+import signal, threading
+
+def kill():
+    while not (folder / "pid1").exists():
+        time.sleep(0.02)
+    os.kill(workers._pid, signal.SIGKILL)
+
+threading.Thread(target=kill).start()
+"""
 
 
 def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-c", PROGRAM + program, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
 
 
 def is_gone(folder: Path, number: int) -> bool:
@@ -60,9 +72,9 @@ def test_one_that_fails_says_so_and_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_one_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    run(tmp_path, 'workers.run([{"number": 1, "sleep": 50}, {"number": 2}], 2)')
+    run(tmp_path, 'workers.run([{"number": 1, "sleep": 50}, {"number": 2}], 4)')
     assert not (tmp_path / "1").exists() and (tmp_path / "2").exists()
-    _wait(lambda: is_gone(tmp_path, 1))
+    until(lambda: is_gone(tmp_path, 1))
 
 
 def test_without_tasks_all_leave(tmp_path: Path) -> None:
@@ -77,28 +89,20 @@ def test_the_first_copy_may_be_killed(tmp_path: Path) -> None:
     run(tmp_path, kill + 'time.sleep(0.1)\nworkers.run([{"number": 1}], 30)')
     assert not list(tmp_path.iterdir())
     task = '[{"number": 1, "sleep": 50}]'
-    killer = "import signal, threading\nthreading.Timer(1, os.kill, (workers._pid, signal.SIGKILL))"
-    run(tmp_path, f"{killer}.start()\nworkers.run({task}, 30)")
-    _wait(lambda: is_gone(tmp_path, 1))
+    run(tmp_path, KILLER + f"workers.run({task}, 30)")
+    until(lambda: is_gone(tmp_path, 1))
 
 
 def test_they_leave_with_the_process(tmp_path: Path) -> None:
     """Which may be killed, while they wait for tasks or while they have some."""
     waiting = run(tmp_path, "print(workers._pid)").stdout.strip()
     (tmp_path / "pid0").write_text(waiting)
-    _wait(lambda: is_gone(tmp_path, 0))
+    until(lambda: is_gone(tmp_path, 0))
     command = [sys.executable, "-c", PROGRAM + 'workers.run([{"number": 1, "sleep": 50}], 60)']
     with subprocess.Popen([*command, str(tmp_path)]) as parent:
-        _wait(lambda: (tmp_path / "pid1").exists() and (tmp_path / "pid1").read_text() != "")
+        until((tmp_path / "pid1").exists)
         parent.kill()
-    _wait(lambda: is_gone(tmp_path, 1))
-
-
-def _wait(is_so, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: is_gone(tmp_path, 1))
 
 
 @pytest.mark.parametrize(

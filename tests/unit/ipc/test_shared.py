@@ -21,7 +21,7 @@ def test_rows_of_several_processes_add_up(tmp_path):
     create_table(path, num_rows=3, num_columns=4)
     mine = open_table(path, 3)
     writers = [subprocess.Popen([sys.executable, "-c", ADD, path, str(i)]) for i in (0, 2)]
-    assert [writer.wait(30) for writer in writers] == [0, 0]
+    assert [writer.wait(240) for writer in writers] == [0, 0]
     assert [list(row) for row in mine] == [[0, 500, 0, 0], [0] * 4, [0, 500, 0, 0]]
     mine[1][3] = 7
     assert open_table(path, 3)[1][3] == 7

@@ -47,7 +47,7 @@ def install(
     command = [sys.executable, str(SCRIPT), str(folder), *arguments]
     env = os.environ | {"FAILS": fails} | env
     said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, env=env, timeout=60, check=False, **said)
+    return subprocess.run(command, env=env, timeout=240, check=False, **said)
 
 
 def test_without_a_terminal_there_are_a_few_lines_with_times_and_no_word_of_pip(folder):

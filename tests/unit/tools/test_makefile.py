@@ -28,7 +28,7 @@ def make(*arguments: str, folder: Path = ROOT, **env: str) -> subprocess.Complet
         env={name: value for name, value in os.environ.items() if name not in _OF_MAKE} | env,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=240,
         check=False,
     )
 
