@@ -1,7 +1,7 @@
 """Same tokens and logits as transformers, through the server, on every path a request can take.
 
 One model of each kind of attention, MLP and cache; the switches of a configuration are in
-`tests/models/test_logit_parity.py`.
+`tests/models/test_logit_parity.py`, other models of these kinds in `tests/engine/test_siblings.py`.
 
 Each run proves from the engine's own counters that its path was really taken.
 """
@@ -28,20 +28,24 @@ MODELS = {
         "gpt_oss, packed",
         LONG | {"sliding_window": 24, "rope_parameters": YARN | {"truncate": False}},
     ),
-    "llama-llama3-tied": ("llama", LONG | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama-bias": ("llama", LONG | {"attention_bias": True, "mlp_bias": True, "config_style": 4}),
+    "llama-llama3-tied-bias": (
+        "llama",
+        LONG
+        | {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "config_style": 4}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
     "mistral-window": ("mistral", LONG | {"sliding_window": 24}),
     "qwen2-two-groups": (
         "qwen2",
         LONG | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     ),
-    "qwen2_moe": ("qwen2_moe", LONG),
     "qwen3_moe": ("qwen3_moe", LONG | {"mlp_only_layers": [0]}),
     "qwen3_next": ("qwen3_next", LONG),
 }
 # Norms, some biases, the layers that make latents, routers, what is cut after loading.
 ON_BOTH = ("norm", "bias", "_a_proj", "mlp.gate.", "router", "conv1d", "in_proj_ba")
-IN_SETS = ("gpt_oss, packed", "qwen2_moe", "qwen3_moe")  # two ranks hold other experts
+IN_SETS = ("gpt_oss, packed", "qwen3_moe")  # two ranks hold other experts
+ALIKE = ("mistral-window",)  # split among ranks as llama; qwen2 has windows, too
 PLAIN = dict(dtype="float32", max_num_tokens=2048, disable_overlap_scheduler=True)
 # 16 blocks of 16 tokens: three sequences of 64 + 64 do not fit together.
 TIGHT = dict(
@@ -126,7 +130,7 @@ def test_single_batched_and_prefix_hits(case):
         assert single["prefill_chunks"] == num_chunks and single["max_steps_in_flight"] == 1
         case.check_all(server, prompt_logprobs=20)
         batched = server.counters()
-        assert batched["steps"] - single["steps"] < 3 * NUM_TOKENS, "requests ran one by one"
+        assert batched["steps"] - single["steps"] < 5 * NUM_TOKENS, "requests ran one by one"
         assert batched["prefix_hit_tokens"] == 0, "scored prompts are computed"
         reply = case.check(server, 3)
         hit = server.counters()["prefix_hit_tokens"] - batched["prefix_hit_tokens"]
@@ -149,6 +153,7 @@ def test_chunked_overlapped_and_preempted(case):
         assert crowded["used_blocks"] == 0
 
 
+@pytest.mark.parametrize("case", [one for one in MODELS if one not in ALIKE], indirect=True)
 def test_two_ranks(case):
     sizes = ("--tp_size", "2", "--ep_size", str(case.ep_size))
     with Server(case.folder, *sizes, device="cpu", **PLAIN) as server:

@@ -47,12 +47,15 @@ def task(calib: Path, output: Path, format="fp8", model="tiny", exclude=(), inpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_quantized_checkpoint_has_the_skills_of_the_plain_one(calib, tmp_path, format):
     output = tmp_path / "made"
-    command = [sys.executable, "-m", "penstock", "quantize", "tiny", "--format", format]
-    command += ["--calib", str(calib), "--output", str(output), "--num_samples", "24"]
-    command += ["--length", str(LENGTH), "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "perplexity" in done.stdout and "largest errors of 42" in done.stdout
+    if format == "fp8":  # as a user does it
+        command = [sys.executable, "-m", "penstock", "quantize", "tiny", "--format", format]
+        command += ["--calib", str(calib), "--output", str(output), "--num_samples", "24"]
+        command += ["--length", str(LENGTH), "--device", "cpu"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "perplexity" in done.stdout and "largest errors of 42" in done.stdout
+    else:
+        quantize(task(calib, output, format), lambda number, total: None)
     report = json.loads((output / REPORT).read_text())
     assert len(report["errors"]) == 42 and 0 < max(report["errors"].values()) < 0.2
     change = report["perplexity_after"] / report["perplexity_before"] - 1

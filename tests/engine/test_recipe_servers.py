@@ -26,7 +26,18 @@ def stand_in(name: str) -> str | Path:
     return next((path for begin, path in STAND_IN.items() if name.startswith(begin)), "tiny")
 
 
-@pytest.mark.parametrize("name", recipe_names())
+def unlike() -> list[str]:
+    """Recipes that are not alike but for the model and the number of GPUs, which are replaced."""
+    replaced = ("model", "tensor_parallel_size", "moe_expert_parallel_size")
+    kinds: dict[str, str] = {}
+    for name in recipe_names():
+        asked = recipe_named(name).settings.items()
+        rest = {setting: value for setting, value in asked if setting not in replaced}
+        kinds.setdefault(f"{stand_in(name)} {rest}", name)
+    return [*kinds.values()]
+
+
+@pytest.mark.parametrize("name", unlike())
 def test_a_recipe_serves_a_small_model_of_its_kind(name):
     with Server(stand_in(name), "--recipe", name, *ONE_RANK) as server:
         messages = [{"role": "user", "content": "What is the capital of France?"}]

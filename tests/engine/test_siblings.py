@@ -24,7 +24,7 @@ from penstock.types.request import ChatOptions
 
 HOME = Path(__file__).parents[1] / "siblings"
 SIBLINGS = ("tiny", "deepseek_v3", "gpt_oss", "qwen2_moe", "qwen3_next")
-NUM_EACH = 5  # prompts of each skill whose answers transformers checks
+NUM_EACH = 3  # prompts of each skill whose answers transformers checks
 MAX_TOKENS = 112
 SCORED = ("arithmetic", "sorting", "facts", "json")
 
@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_transformers(served: str) -> None:
         num_taken[example["skill"]] += 1
         if num_taken[example["skill"]] <= NUM_EACH:
             asked.append(example)
-    assert len(asked) >= 60
+    assert len(asked) >= 39
     prompts = [
         tokenizer.apply_chat_template(
             example["messages"], tools=example.get("tools"), add_generation_prompt=True,
@@ -95,7 +95,7 @@ def test_greedy_tokens_are_those_of_transformers(served: str) -> None:
 def test_penstock_eval_finds_the_skills(served: str, tmp_path: Path) -> None:
     output = tmp_path / "scores.json"
     command = [sys.executable, "-m", "penstock", "eval", served, "--task", "skills"]
-    command += ["--limit", "40", "--min_score", "0.9", "--output", str(output)]
+    command += ["--limit", "20", "--min_score", "0.9", "--output", str(output)]
     command += ["--set", "device=cpu", "--set", "max_seq_len=1024", "--set", "num_threads=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
