@@ -64,7 +64,9 @@ def test_backend_in_half_precision(
 
 @pytest.mark.parametrize("load", triton_decode.Load)
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.num_decodes == len(c.entries) and c.window != 16], ids=str
+    "case",
+    [c for c in CASES if c.num_decodes == len(c.entries) <= 6 and c.window != 16],
+    ids=str,
 )
 def test_decodes_with_keys_split_and_in_programs_of_any_size(
     case: AttentionCase,

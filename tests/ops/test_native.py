@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -291,7 +292,30 @@ def _write_at(path, offset, content):
 
 
 @pytest.mark.parametrize("kind", SPOILS)
-def test_a_broken_library_is_compiled_again(tmp_path, monkeypatch, kind):
+def test_a_broken_library_is_told_and_replaced(tmp_path, monkeypatch, caplog, kind):
+    """The compiler is a copy of what it made before."""
+    good = compiler.compiled()
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    (tmp_path / "native").mkdir()
+    path = tmp_path / "native" / good.name
+    shutil.copy(good, path)
+    assert compiler.compiled() == path and not caplog.records
+    SPOILS[kind](path)
+
+    def compile_again(program, sources, folder):
+        made = Path(folder) / "ops.so"
+        made.write_bytes(good.read_bytes()[: -hashlib.sha256().digest_size])
+        return made
+
+    monkeypatch.setattr(compiler, "_compile", compile_again)
+    for has_warning in (True, False):
+        caplog.clear()
+        assert compiler.compiled().read_bytes() == good.read_bytes()
+        assert ("is broken" in caplog.text) == has_warning
+    assert [*(tmp_path / "native").iterdir()] == [path]
+
+
+def test_a_broken_library_is_compiled_again(tmp_path):
     """In another process each time: what is loaded stays so, and a broken one may kill."""
     env = os.environ | {"PENSTOCK_HOME": str(tmp_path)}
     code = (
@@ -301,7 +325,7 @@ def test_a_broken_library_is_compiled_again(tmp_path, monkeypatch, kind):
     )
     shutil.copytree(compiler.compiled().parent, tmp_path / "native")
     [path] = (tmp_path / "native").glob(f"{compiler.compiled().name}")
-    SPOILS[kind](path)
+    SPOILS["a byte changed"](path)
     for has_warning in (True, False):
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
