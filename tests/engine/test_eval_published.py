@@ -21,6 +21,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def server(folder):
+    with Server(folder, num_threads=1, kv_cache_config={"max_tokens": 4096}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """Questions without sense, so that a random model is right by chance."""
     folder = tmp_path_factory.mktemp("data")
@@ -58,12 +64,13 @@ def theirs(folder: Path, context: str, ending: str) -> float:
     return float(logprobs[begin - 1 :].sum())
 
 
-def test_endings_are_weighed_as_transformers_does_by_engine_and_server(folder, data, tmp_path):
+def test_endings_are_weighed_as_transformers_does_by_engine_and_server(
+    folder, server, data, tmp_path
+):
     outputs = [tmp_path / "engine.json", tmp_path / "server.json"]
     task = ("eval", "--task", "hellaswag", "--data", data, "--output")
     assert call(*task, outputs[0], folder, *ENGINE) == 0
-    with Server(folder, num_threads=1, kv_cache_config={"max_tokens": 4096}) as server:
-        assert call(*task, outputs[1], "--url", server.url, "--tokenizer", folder) == 0
+    assert call(*task, outputs[1], "--url", server.url, "--tokenizer", folder) == 0
     mine, served = (json.loads(path.read_text()) for path in outputs)
     for ours, other in zip(mine["examples"], served["examples"], strict=True):
         assert ours["logprobs"] == pytest.approx(other["logprobs"], abs=2e-3)
@@ -91,26 +98,24 @@ def test_perplexity_is_that_of_transformers(folder, data, tmp_path, capsys):
     assert "|perplexity|      1|none  |     0|token_perplexity|↓  |" in capsys.readouterr().out
 
 
-def test_written_answers_are_the_same_by_engine_and_server(folder, data, tmp_path):
+def test_written_answers_are_the_same_by_engine_and_server(folder, server, data, tmp_path):
     outputs = [tmp_path / "engine.json", tmp_path / "server.json"]
     task = ("eval", "--task", "gsm8k", "--data", data, "--num-fewshot", 0, "--max-tokens", 8)
     assert call(*task, "--output", outputs[0], folder, *ENGINE) == 0
-    with Server(folder, num_threads=1, kv_cache_config={"max_tokens": 4096}) as server:
-        assert call(*task, "--output", outputs[1], "--url", server.url) == 0
+    assert call(*task, "--output", outputs[1], "--url", server.url) == 0
     mine, served = (json.loads(path.read_text())["examples"] for path in outputs)
     assert [one["said"] for one in mine] == [one["said"] for one in served]
     assert all(one["said"] for one in mine)
 
 
-def test_an_echo_ends_with_the_token_that_was_made_even_if_it_ends_the_answer(folder):
+def test_an_echo_ends_with_the_token_that_was_made_even_if_it_ends_the_answer(server):
     """lm-eval leaves the last log-probability out and weighs all before it."""
     asked = {"prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    with Server(folder, num_threads=1, kv_cache_config={"max_tokens": 4096}) as server:
-        free = server.post("/v1/completions", **asked)["choices"][0]
-        [*_, made] = server.post("/v1/completions", **asked, detokenize=False)["choices"][0][
-            "token_ids"
-        ]
-        stopped = server.post("/v1/completions", **asked, stop_token_ids=[made])["choices"][0]
+    free = server.post("/v1/completions", **asked)["choices"][0]
+    [*_, made] = server.post("/v1/completions", **asked, detokenize=False)["choices"][0][
+        "token_ids"
+    ]
+    stopped = server.post("/v1/completions", **asked, stop_token_ids=[made])["choices"][0]
     assert (free["finish_reason"], stopped["finish_reason"]) == ("length", "stop")
     assert len(free["logprobs"]["token_logprobs"]) == 4
     assert stopped["logprobs"] == free["logprobs"]

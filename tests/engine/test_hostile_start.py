@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from local_engine import LocalEngine
 from safetensors.torch import load_file, save_file
 
+from penstock.errors import ConfigError
 from penstock.hub.folder import local_folder
 
 INDEX = "model.safetensors.index.json"
@@ -107,12 +109,27 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SPOILED)
+# What the engine alone reads. How a server tells what it says is seen with weights cut short.
+OF_THE_ENGINE = (
+    *("eos as text", "index values 5", "index values null", "index of a folder", "index as a pipe"),
+    *("weights as a pipe", "an indexed pipe", "an empty tensor"),
+)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SPOILED if kind not in OF_THE_ENGINE])
 def test_a_spoiled_checkpoint_is_named(folder: Path, kind: str) -> None:
     spoil, wanted = SPOILED[kind]
     spoil(folder)
     said = start(folder)
     assert re.search(wanted, said), said
+
+
+@pytest.mark.parametrize("kind", OF_THE_ENGINE)
+def test_an_engine_names_what_is_spoiled(folder: Path, kind: str) -> None:
+    spoil, wanted = SPOILED[kind]
+    spoil(folder)
+    with pytest.raises(ConfigError, match=wanted):
+        LocalEngine(folder)
 
 
 def test_too_few_open_files_are_named() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +76,28 @@ def test_a_long_prompt_that_asked_for_its_own_logprobs_fails_at_the_first_bad_ch
     assert told and not any(math.isnan(logprob) for logprob in told)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_server_with_nan_weights_does_not_answer_200(tmp_path: Path, path: str) -> None:
-    folder = tmp_path / "model"
+@pytest.fixture(scope="module")
+def all_nan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("nan") / "model"
     shutil.copytree(local_folder("tiny"), folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][:] = torch.nan
     save_file(weights, folder / "model.safetensors")
-    ask = {"prompt": "a"} if path == "/v1/completions" else {"messages": [_hello()]}
     with Server(folder, max_batch_size=4) as server:
-        reply = server.http.post(path, json={**ask, "max_tokens": 4})
-        assert reply.status_code == 503, reply.text
-        assert "logits are not finite" in reply.json()["error"]["message"]
-        streamed = server.http.post(path, json={**ask, "max_tokens": 4, "stream": True})
-        events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
-        assert any("error" in json.loads(event) for event in events if event != "[DONE]")
-        assert server.counters()["running"] == 0
+        yield server
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_server_with_nan_weights_does_not_answer_200(all_nan: Server, path: str) -> None:
+    server = all_nan
+    ask = {"prompt": "a"} if path == "/v1/completions" else {"messages": [_hello()]}
+    reply = server.http.post(path, json={**ask, "max_tokens": 4})
+    assert reply.status_code == 503, reply.text
+    assert "logits are not finite" in reply.json()["error"]["message"]
+    streamed = server.http.post(path, json={**ask, "max_tokens": 4, "stream": True})
+    events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    assert any("error" in json.loads(event) for event in events if event != "[DONE]")
+    assert server.counters()["running"] == 0
 
 
 def _hello() -> dict[str, str]:

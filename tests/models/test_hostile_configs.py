@@ -169,9 +169,11 @@ def read(folder: Path, contents: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_any_field_of_another_kind_is_read_or_refused_in_words(tmp_path: Path, name: str) -> None:
+    """Half of the wrong values for a field, the other half in another file, which has it, too."""
+    begin = sorted(FILES).index(name)
     for file, fields in FILES[name].items():
-        for path in places(fields):
-            for wrong in WRONG:
+        for number, path in enumerate(places(fields), begin):
+            for wrong in WRONG[number % 2 :: 2]:
                 read(tmp_path, FILES[name] | {file: replaced(fields, path, wrong)})
 
 
