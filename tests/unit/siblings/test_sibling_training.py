@@ -266,7 +266,7 @@ def test_all_siblings_are_known_to_train_all():
 def test_train_all_writes_whole_checkpoints(tmp_path):
     names = ["deepseek_v3", "gpt_oss"]
     command = [sys.executable, str(Path(train_all.__file__)), str(tmp_path / "out")]
-    command += ["--data", str(tmp_path / "data"), "--docs", "200", "--minutes", "5"]
+    command += ["--data", str(tmp_path / "data"), "--docs", "200", "--minutes", "60"]
     command += ["--only", *names, "--steps", "2", "--batch", "256", "--per-skill", "1"]
     command += ["--hidden-size", "64", "--layers", "1", "--seed", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

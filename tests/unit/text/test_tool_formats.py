@@ -386,4 +386,4 @@ def test_time_is_linear_in_the_text(name):
         if number % 8 == 0:  # the slow way for some of them
             pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
             assert parse(name, pieces) == whole
-        assert time.process_time() - started < 60, text[:200]
+        assert time.process_time() - started < 20, text[:200]
