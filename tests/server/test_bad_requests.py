@@ -276,15 +276,20 @@ def base_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, timeout=30) as client:
+    with httpx.Client(base_url=base_url, timeout=240) as client:
         yield client
+
+
+def sent(client: httpx.Client, name: str) -> httpx.Response:
+    (method, path, body), _, _ = CASES[name]
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    return client.request(method, path, content=content)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_request_is_refused_with_a_reason(client: httpx.Client, name: str) -> None:
-    (method, path, body), status, fragment = CASES[name]
-    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    response = client.request(method, path, content=content)
+    _, status, fragment = CASES[name]
+    response = sent(client, name)
     assert response.status_code == status, response.text
     reply = response.json()
     assert fragment in reply["error"]["message"]
