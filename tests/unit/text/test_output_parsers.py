@@ -221,7 +221,7 @@ def test_a_call_is_named_before_its_arguments_end():
     assert (piece.index, piece.id, piece.name, piece.arguments) == (0, "", "", '{"a": 1')
 
 
-BIG = 400_000
+BIG = 200_000
 HOSTILE = {
     "open tags": "<tool_call>" * (BIG // 11),
     "pairs of tags": "<tool_call></tool_call>" * (BIG // 23),
@@ -250,5 +250,5 @@ def test_time_is_linear_in_the_text(name, hostile):
     started = time.process_time()
     whole = parse(PARSERS[name](), [text])
     in_pieces = parse(PARSERS[name](), [text[i : i + 3] for i in range(0, len(text), 3)])
-    assert time.process_time() - started < 20
+    assert time.process_time() - started < 10
     assert in_pieces == whole

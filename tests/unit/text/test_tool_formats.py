@@ -372,7 +372,7 @@ def hostile(name: str):
         yield piece * (BIG // len(piece))
     for text, _ in GOOD[name]:
         yield text * (BIG // len(text))
-        for at in range(3, len(text), 5):
+        for at in range(3, len(text), 9):
             yield text[:at] + "x" * BIG
     yield " " * BIG
 
@@ -386,4 +386,4 @@ def test_time_is_linear_in_the_text(name):
         if number % 8 == 0:  # the slow way for some of them
             pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
             assert parse(name, pieces) == whole
-        assert time.process_time() - started < 20, text[:200]
+        assert time.process_time() - started < 10, text[:200]
