@@ -765,7 +765,7 @@ OP_CASES = [
     rope_case(5, 6, 3, 80, 40, norm=True, int8=True),
     rope_case(3, 9, 2, 256, 64, norm=True, gates=True),
     rope_case(4, 3, 1, 32, 32, gates=True),
-    rope_case(128, 9, 3, 64, 64, norm=True),
+    rope_case(128, 2, 1, 64, 64, norm=True),
     rope_case(128, 17, 2, 128, 64),
     mla_write_case(1, 16, 512, 64),
     mla_write_case(5, 5, 96, 24, interleaved=False),
