@@ -27,6 +27,7 @@ def test_choices_of_settings_arrive_as_such():
     fields = {
         field.name: empty.get(field.type, empty[dict] if "dict" in str(field.type) else ())
         for field in msgspec.structs.fields(EngineInfo)
+        if field.required
     }
     info = EngineInfo(**(fields | {"choices": (choice,)}))
     arrived = decoder(ToClient).decode(encode(Ready(info=info)))
