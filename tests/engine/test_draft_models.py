@@ -216,7 +216,7 @@ def test_nothing_is_drafted_beyond_the_longest_sequence(drafting):
     folder, limits = drafting.engine.engine.config.model_path, COMMON | {"max_seq_len": 50}
     engines = [
         LocalEngine(folder, speculative_config=asked, **limits, kv_cache_config=REUSED)
-        for asked in (None, drafting.asked)
+        for asked in (None, drafting.asked | {"max_draft_len": 6})
     ]
     runner, seen = engines[1].loop._executor._runner, []
     positions = runner._rows.batch_at
