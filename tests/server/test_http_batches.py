@@ -10,11 +10,13 @@ import httpx
 import openai
 import pytest
 from http_fakes import OUTPUT, FakePipeline, running_server
+from msgspec.structs import replace
 from server_process import Server
 
 from penstock.hub.folder import local_folder
 from penstock.server.batches.endpoints import BATCH_PRIORITY
 from penstock.server.batches.folder import FileLimits, FilesRoot
+from penstock.types.pooling import Task
 
 CHAT = "/v1/chat/completions"
 
@@ -85,6 +87,17 @@ def test_a_batch_from_upload_to_results(client, tmp_path):
     assert folders and all(stat.S_IMODE(one.stat().st_mode) == 0o700 for one in folders)
     files = [one for one in (tmp_path / "files").rglob("*") if one.is_file()]
     assert files and all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in files)
+
+
+def test_embeddings_come_in_batches_too(client):
+    fake = client.pipeline.client
+    fake.info = replace(fake.info, task=Task.EMBED, hidden_size=4)
+    url = "/v1/embeddings"
+    asked = {"custom_id": "a", "method": "POST", "url": url, "body": {"input": ["A", "B"]}}
+    done = ended(client, start(client, json.dumps(asked) + "\n", endpoint=url).id)
+    [row] = rows(client, done.output_file_id).values()
+    vectors = [one["embedding"] for one in row["response"]["body"]["data"]]
+    assert vectors == [pytest.approx([0.6, 0.8, 0, 0])] * 2
 
 
 def test_files_are_listed_in_pages_and_deleted(client):
