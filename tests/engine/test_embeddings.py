@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,13 @@ def test_embeddings_are_the_last_hidden_states_of_transformers(client, states, s
     again = server.post("/v1/embeddings", input=TEXTS[2])
     np.testing.assert_allclose(again["data"][0]["embedding"], unit(states[2]), atol=1e-5)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= tokens - 8
+
+
+def test_the_command_that_the_server_shows_works(server):
+    found = re.search(r"curl \S+(/v1/\S+) .*?-d '(.*?)'\n", server.log.read_text(), re.DOTALL)
+    assert found is not None
+    reply = server.post(found[1], **json.loads(found[2]))
+    assert len(reply["data"][0]["embedding"]) == NUM_DIMENSIONS
 
 
 def test_ids_dimensions_base64_and_lengths(client, states, server):

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.ipc.messages import EngineInfo
+from penstock.types.pooling import Task
 
 _QUESTION = "What is the capital of France?"
 _LESS = "lowered from"  # how `config.resolve` begins to say why a setting is less than asked
@@ -42,7 +43,7 @@ def ready_report(
     rows += [(name, f"{value}, {why}") for name, (value, why) in chosen.items() if _LESS in why]
     rows.append(("more", f"{url}/version, or start with --log_level verbose"))
     lines = [_aligned(rows), f"\n{model} is ready on {url} after {waited_s:.1f} s; try"]
-    if pipeline.renderer is not None:
+    if pipeline.renderer is not None and info.task is Task.GENERATE:
         lines.append(f"  {chat_command(url)}")
     curl = curl_command(pipeline, model, url, has_key).replace("\n", "\n  ")
     return "\n".join(("", *lines, f"  {curl}\n"))
@@ -64,7 +65,14 @@ def full_report(info: EngineInfo, waited_s: float) -> str:
 def curl_command(pipeline: GenerationPipeline, model: str, url: str, has_key: bool) -> str:
     """One question to this model, in the form it takes; several lines, none of them long."""
     body: dict[str, Any] = {"model": model}
-    if pipeline.renderer is not None:
+    task = pipeline.client.info.task
+    if task is Task.EMBED:
+        path = "/v1/embeddings"
+        body["input"] = _QUESTION if pipeline.tokenizer else [1, 2, 3]
+    elif task is Task.SCORE:
+        path = "/v1/rerank"
+        body |= {"query": _QUESTION, "documents": ["Paris is.", "A river runs."]}
+    elif pipeline.renderer is not None:
         path = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": _QUESTION}]
     else:
