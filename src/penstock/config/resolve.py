@@ -152,6 +152,9 @@ def resolve(
             "tokens_beside_decodes",
             _tokens_beside_decodes(config, kind, max_num_tokens, has_mixes=bool(at_start)),
         ),
+        tokens_in_bursts=max_num_tokens
+        if kind != "cpu" and config.scheduler_config.max_prompt_tokens_beside_decodes is None
+        else None,
         seed=choices.add("seed", _seed(config)),
         logits_processors=tuple(config.logits_processors or ()),
         choices=tuple(choices.made),
@@ -615,5 +618,6 @@ def _tokens_beside_decodes(
     if kind == "cpu":
         return None, "by the measured time of steps, so that streams go on"
     if has_mixes:
-        return min(MIXED_TOKENS, max_num_tokens), "the largest graph of decodes and prompt tokens"
+        reason = "the largest graph of decodes and prompt tokens; in bursts all of max_num_tokens"
+        return min(MIXED_TOKENS, max_num_tokens), reason
     return max_num_tokens, "all of max_num_tokens"

@@ -2,6 +2,9 @@
 
 Every stream waits for the whole step, so a long prompt beside it is cut into chunks that take a
 bounded time. A fixed number of tokens, or as many as the measured time of steps allows.
+
+In a burst many wait for their first token and few have streams. Large chunks are what brings all of
+them to speed soonest, so the limit may be another one then.
 """
 
 from penstock.types.step import StepPlan
@@ -16,14 +19,26 @@ _LEAST = 256
 _NEW_WEIGHT = 0.5  # of the newest step in the running mean
 
 
-class ChunkLimit:
-    """`fixed` None: measured."""
+# A burst: so many sequences without a token, and more than this share of those that decode.
+_BURST, _BURST_SHARE = 8, 0.125
 
-    def __init__(self, fixed: int | None, max_num_tokens: int) -> None:
+
+class ChunkLimit:
+    """`fixed` None: measured. `in_bursts` None: the same."""
+
+    def __init__(
+        self, fixed: int | None, max_num_tokens: int, in_bursts: int | None = None
+    ) -> None:
         self._is_measured = fixed is None
         self._most = max_num_tokens
+        self._in_bursts = in_bursts
         self._token_s: float | None = None
         self.num_tokens = min(_LEAST if fixed is None else fixed, max_num_tokens)
+
+    def of_step(self, num_new: int, num_decodes: int) -> int:
+        """`num_new`: sequences that have no token yet and could have a row."""
+        is_burst = num_new >= _BURST and num_new > _BURST_SHARE * num_decodes
+        return self._in_bursts if is_burst and self._in_bursts is not None else self.num_tokens
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long. Its decodes' part counts for the prompt's: that errs to one side."""

@@ -36,16 +36,17 @@ class Scheduler:
         counters: EngineCounters,
         *,
         max_in_flight_per_sequence: int | None = None,
-        chunk_limit: Callable[[], int] | None = None,
+        chunk_limit: Callable[[int, int], int] | None = None,
         max_drafts: Callable[[int], int] | None = None,
     ) -> None:
-        """`chunk_limit`: the most prompt tokens of a step that also decodes. `max_drafts`: the most
+        """`chunk_limit`: the most prompt tokens of a step that also decodes, by the sequences that
+        wait for a first token and could have it, and by those that decode. `max_drafts`: the most
         drafts of each decode, by their number."""
         self._config = config
         self._kvs = tuple(kvs)
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
-        self._chunk_limit = chunk_limit or (lambda: config.max_num_tokens)
+        self._chunk_limit = chunk_limit or (lambda num_new, num_decodes: config.max_num_tokens)
         self._max_drafts = max_drafts or (lambda num_decodes: config.max_num_tokens)
         self._gates: list[Gate] = []
         self._followers: list[Follower] = []
@@ -123,7 +124,7 @@ class Scheduler:
         self._preempt_leaving(builder)
         is_due = self._preempt_for_tenant(builder)
         max_drafts = self._plan_decodes(builder)
-        builder.limit_chunks(self._chunk_limit())
+        builder.limit_chunks(self._most_beside_decodes())
         if is_due:
             self._admit(builder)  # before prompts under way take all of the budget once more
         self._plan_chunks(builder)
@@ -174,6 +175,11 @@ class Scheduler:
                 spare[seq.dp_rank] -= num_drafts
                 builder.decode(seq, num_drafts, max_kv_len)
         return max_drafts
+
+    def _most_beside_decodes(self) -> int:
+        num_prefilling = sum(seq.is_prefilling for seq in self._running)
+        num_new = num_prefilling + min(len(self._waiting), sum(map(len, self._free_rows)))
+        return self._chunk_limit(num_new, len(self._running) - num_prefilling)
 
     def _may_decode(self, seq: Sequence) -> bool:
         is_free = seq.num_in_flight < self._max_in_flight

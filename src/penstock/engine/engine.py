@@ -126,13 +126,15 @@ class Engine:
         config, counters = self.config, EngineCounters(engines=1)
         sizes = zip(loaded.groups, cache.num_blocks, strict=True)
         groups = [cache_group(group, num, config) for group, num in sizes]
-        chunk_limit = ChunkLimit(config.tokens_beside_decodes, config.max_num_tokens)
+        chunk_limit = ChunkLimit(
+            config.tokens_beside_decodes, config.max_num_tokens, config.tokens_in_bursts
+        )
         drafts = DraftsPerDecode(config.max_drafts, config.max_drafting_decodes, runner.costs)
         self.scheduler = Scheduler(
             config,
             [KVManager(groups, cache.num_host_blocks)],
             counters,
-            chunk_limit=lambda: chunk_limit.num_tokens,
+            chunk_limit=chunk_limit.of_step,
             max_drafts=drafts.most,
         )
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))

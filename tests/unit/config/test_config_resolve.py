@@ -505,6 +505,7 @@ def test_mixes_are_captured_on_a_gpu():
 
 def test_prompt_tokens_beside_decodes():
     assert run(GPU).tokens_beside_decodes == 512
+    assert run(GPU).tokens_in_bursts == run(GPU).max_num_tokens
     without = run(GPU, cuda_graph_config={"enable_mixed": False})
     assert without.tokens_beside_decodes == without.max_num_tokens
     assert run(CPU).tokens_beside_decodes is None
@@ -512,6 +513,7 @@ def test_prompt_tokens_beside_decodes():
     asked = {"scheduler_config": {"max_prompt_tokens_beside_decodes": 300}}
     assert run(GPU, **asked).tokens_beside_decodes == run(CPU, **asked).tokens_beside_decodes == 300
     assert run(CPU, **asked, max_num_tokens=200).tokens_beside_decodes == 200
+    assert run(GPU, **asked).tokens_in_bursts is run(CPU).tokens_in_bursts is None
     assert run(CPU, enable_chunked_prefill=False).tokens_beside_decodes == 2048
     with pytest.raises(ConfigError, match="enable_chunked_prefill is false; leave one of the two"):
         run(CPU, **asked, enable_chunked_prefill=False)

@@ -40,6 +40,24 @@ def test_steps_that_tell_nothing_are_not_measured():
     assert limit.num_tokens == before
 
 
+def test_in_a_burst_prompts_may_take_more():
+    limit = ChunkLimit(512, 8192, in_bursts=8192)
+    assert limit.of_step(num_new=8, num_decodes=0) == limit.of_step(8, 63) == 8192
+    assert limit.of_step(7, 0) == limit.of_step(8, 64) == limit.of_step(0, 0) == 512
+    assert ChunkLimit(512, 8192).of_step(100, 1) == 512
+
+
+def test_a_burst_is_counted_by_those_who_could_have_a_row():
+    seen = []
+    engine = Engine(num_blocks=64, max_num_tokens=8, max_batch_size=4, block_reuse=False)
+    engine.scheduler._chunk_limit = lambda *counts: seen.append(counts) or 8
+    for number in range(10):
+        engine.submit([number] * 6, 3)
+    engine.run_dry()
+    assert seen[0] == (4, 0)
+    assert max(new + decodes for new, decodes in seen) == 4 and seen[-1][0] == 0
+
+
 def chunks_of(engine: Engine) -> list[tuple[int, int]]:
     """(decodes, prompt tokens) of every step with prompts that the device was given."""
     found = []
@@ -57,7 +75,7 @@ def chunks_of(engine: Engine) -> list[tuple[int, int]]:
 
 def test_a_prompt_beside_a_stream_comes_in_chunks_and_alone_in_one():
     engine = Engine(num_blocks=64, max_num_tokens=40, block_reuse=False, partial_reuse=False)
-    engine.scheduler._chunk_limit = lambda: 6
+    engine.scheduler._chunk_limit = lambda num_new, num_decodes: 6
     found = chunks_of(engine)
     engine.submit(tuple(range(1, 21)), max_tokens=12)
     engine.loop.turn()
@@ -68,7 +86,7 @@ def test_a_prompt_beside_a_stream_comes_in_chunks_and_alone_in_one():
 
 def test_the_limit_counts_for_all_prompts_of_a_step_together():
     engine = Engine(num_blocks=64, max_num_tokens=40, block_reuse=False, partial_reuse=False)
-    engine.scheduler._chunk_limit = lambda: 6
+    engine.scheduler._chunk_limit = lambda num_new, num_decodes: 6
     found = chunks_of(engine)
     engine.submit((1, 2, 3), max_tokens=20)
     engine.loop.turn()

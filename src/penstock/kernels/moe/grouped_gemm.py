@@ -129,11 +129,12 @@ def grouped_config(
     """
     depth = {32: 32, 16: 64}.get(bits, 128)
     if rows <= 32:
-        usual = GroupedConfig(outputs=64, depth=depth, num_warps=4, num_stages=4, band=1)
+        stages = 3 if bits == 8 else 4
+        usual = GroupedConfig(outputs=64, depth=depth, num_warps=4, num_stages=stages, band=1)
     elif bits == 32:
         usual = GroupedConfig(outputs=64, depth=depth, num_warps=4, num_stages=3, band=4)
     else:
-        outputs, num_warps = (64, 4) if is_gated else (128, 8)
+        outputs, num_warps = (64, 4) if is_gated else (128, 4 if bits == 8 and rows <= 64 else 8)
         usual = GroupedConfig(
             outputs=outputs, depth=depth, num_warps=num_warps, num_stages=3, band=4
         )
