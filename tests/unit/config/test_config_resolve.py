@@ -275,6 +275,22 @@ def test_recipe_graphs_follow_the_batch_limit():
     assert config.graph_batch_sizes == (1, 2, 4, 8, 16)
 
 
+def test_graphs_have_room_for_drafted_tokens():
+    asked = {"decoding_type": "NGram", "max_draft_len": 3}
+    config = run(GPU, max_batch_size=16, speculative_config=asked)
+    assert config.graph_batch_sizes == (1, 2, 4, 8, 16, 32, 64)
+    assert "room for drafted tokens" in reason(config, "graph_batch_sizes")
+    exact = {"enable_padding": False, "batch_sizes": [1, 3]}
+    config = run(GPU, max_batch_size=16, speculative_config=asked, cuda_graph_config=exact)
+    assert config.graph_batch_sizes == (1, 3, 4, 12)
+
+
+def test_auto_drafts_with_the_models_head_or_by_ngrams():
+    config = run(speculative_config="auto")
+    assert type(config.drafting).__name__ == "NGramDrafting" and config.max_drafts == 4
+    assert reason(config, "decoding_type")
+
+
 def test_partial_reuse_needs_reuse():
     config = run(kv_cache_config={"enable_block_reuse": False, "enable_partial_reuse": True})
     assert not config.block_reuse and not config.partial_reuse
