@@ -18,6 +18,7 @@ from penstock.server.openai.requests.lora import LoadLora, LoraChoice, UnloadLor
 from penstock.server.openai.requests.schema import parse
 from penstock.server.state import ServerState, state_of
 from penstock.types.adapter import Adapter
+from penstock.types.pooling import Pooling, Task
 from penstock.types.request import FinishReason, GenerateInput
 from penstock.types.sampling import SamplingParams
 from penstock.types.tenant import Tenant
@@ -119,7 +120,10 @@ def _may_load(request: Request) -> ServerState:
 async def _try_it(state: ServerState, adapter: Adapter, tenant: Tenant) -> None:
     """One token with it: the engine has then read all of it, or says what is wrong."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-    ask = GenerateInput(token_ids=(0,), sampling=sampling, adapter=adapter, tenant=tenant)
+    pooling = Pooling() if state.pipeline.client.info.task is Task.EMBED else None
+    ask = GenerateInput(
+        token_ids=(0,), sampling=sampling, pooling=pooling, adapter=adapter, tenant=tenant
+    )
     async with await state.pipeline.generate(ask, stream=False) as generation:
         async for delta in generation:
             if delta.finish is FinishReason.ERROR:

@@ -22,6 +22,7 @@ from penstock.frontend.pooling import (
     need_task,
 )
 from penstock.server.access_log import tell_access_log
+from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
@@ -102,7 +103,7 @@ async def embeddings(request: Request) -> Response:
     fields = asked.common() | {"add_special_tokens": asked.add_special_tokens}
     inputs = [embed_input(one, **fields) for one in asked.input]
     name = new_id("embd")
-    pooled, usage = await _pooled(request, name, inputs)
+    model, pooled, usage = await _pooled(request, name, asked, inputs)
 
     def reply() -> bytes:
         vectors = [embedding(one, info, asked.dimensions, asked.normalize) for one in pooled]
@@ -110,7 +111,7 @@ async def embeddings(request: Request) -> Response:
             EmbeddingResponse(
                 id=name,
                 created=int(time.time()),
-                model=state_of(request).model_name,
+                model=model,
                 data=[
                     Embedding(
                         index=index,
@@ -132,11 +133,11 @@ async def embeddings(request: Request) -> Response:
 async def score(request: Request) -> Response:
     asked = await read_body(request, partial(parse, ScoreRequest))
     name = new_id("score")
-    scores, usage = await _scores(request, name, asked, asked.pairs, asked.instruction)
+    model, scores, usage = await _scores(request, name, asked, asked.pairs, asked.instruction)
     reply = ScoreResponse(
         id=name,
         created=int(time.time()),
-        model=state_of(request).model_name,
+        model=model,
         data=[Score(index=index, score=one) for index, one in enumerate(scores)],
         usage=usage,
     )
@@ -147,7 +148,7 @@ async def rerank(request: Request) -> Response:
     asked = await read_body(request, partial(parse, RerankRequest))
     name = new_id("rerank")
     pairs = [(asked.query, one) for one in asked.documents]
-    scores, usage = await _scores(request, name, asked, pairs, asked.instruction)
+    model, scores, usage = await _scores(request, name, asked, pairs, asked.instruction)
     best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)
     results = [
         RerankResult(
@@ -157,9 +158,7 @@ async def rerank(request: Request) -> Response:
         )
         for index in best[: asked.top_n or len(best)]
     ]
-    reply = RerankResponse(
-        id=name, model=state_of(request).model_name, usage=usage, results=results
-    )
+    reply = RerankResponse(id=name, model=model, usage=usage, results=results)
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
@@ -169,8 +168,9 @@ async def _scores(
     asked: PooledFields,
     pairs: Sequence[tuple[str, str]],
     instruction: str | None,
-) -> tuple[list[float], PooledUsage]:
-    """Of each pair: how likely "yes" is, or the cosine of their embeddings."""
+) -> tuple[str, list[float], PooledUsage]:
+    """Of each pair: how likely "yes" is, or the cosine of their embeddings; first the name of the
+    model."""
     pipeline = state_of(request).pipeline
     info = pipeline.client.info
     need_task(info, Task.EMBED, Task.SCORE)
@@ -178,25 +178,28 @@ async def _scores(
         inputs = [
             judge_input(*pair, instruction, pipeline.tokenizer, **asked.common()) for pair in pairs
         ]
-        pooled, usage = await _pooled(request, name, inputs)
-        return [judged(one) for one in pooled], usage
+        model, pooled, usage = await _pooled(request, name, asked, inputs)
+        return model, [judged(one) for one in pooled], usage
     begin = f"Instruct: {instruction}\nQuery:" if instruction else ""  # as Qwen3-Embedding has it
     pairs = [(begin + first, second) for first, second in pairs]
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     inputs = [embed_input(text, **asked.common()) for text in texts]
-    pooled, usage = await _pooled(request, name, inputs)
+    model, pooled, usage = await _pooled(request, name, asked, inputs)
     vectors = {
         text: embedding(one, info, normalize=True) for text, one in zip(texts, pooled, strict=True)
     }
-    return [float(np.dot(vectors[first], vectors[second])) for first, second in pairs], usage
+    cosines = [float(np.dot(vectors[first], vectors[second])) for first, second in pairs]
+    return model, cosines, usage
 
 
 async def _pooled(
-    request: Request, name: str, inputs: list[GenerateInput]
-) -> tuple[list[bytes], PooledUsage]:
-    state = state_of(request)
+    request: Request, name: str, asked: PooledFields, inputs: list[GenerateInput]
+) -> tuple[str, list[bytes], PooledUsage]:
+    """What runs, the model or an adapter by its name, and what it made of each input."""
+    inputs = on_behalf(tenant_of(request), inputs)
+    state, inputs = await with_adapter(state_of(request), inputs, asked.model)
     generations = await Generations.start(
-        state.pipeline, on_behalf(tenant_of(request), inputs), state.metrics.observe, stream=False
+        state.pipeline, inputs, state.metrics.observe, stream=False
     )
     tell_access_log(request.scope, name, generations)
     async with aclosing(generations):
@@ -207,4 +210,4 @@ async def _pooled(
         total_tokens=counts.prompt_tokens,
         prompt_tokens_details=PromptDetails(counts.cached_tokens),
     )
-    return [sample.pooled for [sample] in found], usage
+    return state.model_name, [sample.pooled for [sample] in found], usage
