@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from lora_models import make_adapter, merge
 from safetensors.torch import load_file, save_file
 from server_process import Server
 from tiny_models import make_checkpoint, reference_model
@@ -45,9 +46,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder) -> Iterator[Server]:
-    # The longest text takes several chunks; a block of 16 tokens is what prefixes are found by.
-    with Server(folder, max_num_tokens=16, kv_cache_config={"tokens_per_block": 8}) as server:
+def adapter(folder, tmp_path_factory) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("lora") / "a", reference_model(folder))
+
+
+@pytest.fixture(scope="module")
+def server(folder, adapter) -> Iterator[Server]:
+    # The longest text takes several chunks; a block of 8 tokens is what prefixes are found by.
+    cache = {"tokens_per_block": 8}
+    flags = ("--lora-modules", f"a={adapter}", "--served_model_name", "any")
+    with Server(folder, *flags, max_num_tokens=16, kv_cache_config=cache) as server:
         yield server
 
 
@@ -90,6 +98,19 @@ def test_the_command_that_the_server_shows_works(server):
     assert found is not None
     reply = server.post(found[1], **json.loads(found[2]))
     assert len(reply["data"][0]["embedding"]) == NUM_DIMENSIONS
+
+
+def test_an_adapter_embeds_under_its_name(client, folder, adapter, states):
+    model, tokenizer = reference_model(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    merge(model, adapter)
+    ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
+    with torch.no_grad():
+        state = model.model(ids).last_hidden_state[0, -1].numpy()
+    reply = client.embeddings.create(model="a", input=TEXTS[0])
+    np.testing.assert_allclose(reply.data[0].embedding, unit(state), atol=1e-5)
+    assert reply.model == "a" and np.abs(unit(state) - unit(states[0])).max() > 0.01
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="b", input=TEXTS[0])
 
 
 def test_ids_dimensions_base64_and_lengths(client, states, server):

@@ -103,6 +103,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> EmbeddingOutput | list[EmbeddingOutput]:
         """The embedding of one prompt, or of each of a list; needs `task="embed"`.
 
@@ -113,10 +114,7 @@ class LLM:
         check_dimensions(dimensions, info)
         is_single = _is_single(prompts)
         each: list[Any] = [prompts] if is_single else list(prompts)
-        asks = [
-            GenerateInput(sampling=SAMPLING, pooling=Pooling(), **_text_or_ids(prompt))
-            for prompt in each
-        ]
+        asks = self._inputs(each, SAMPLING, _pooled_text_or_ids, lora_request)
         outputs = [
             EmbeddingOutput(
                 embedding=embedding(one.outputs[0].pooled, info, dimensions, normalize),
@@ -321,6 +319,10 @@ def _text_or_ids(prompt: Prompt) -> dict[str, Any]:
             )
         [prompt] = prompt.values()
     return {"text": prompt} if isinstance(prompt, str) else {"token_ids": tuple(prompt)}
+
+
+def _pooled_text_or_ids(prompt: Prompt) -> dict[str, Any]:
+    return _text_or_ids(prompt) | {"pooling": Pooling()}
 
 
 def _conversation(asked: tuple[Sequence[Message], ChatOptions]) -> dict[str, Any]:
