@@ -90,7 +90,7 @@ def run_config(policy: CapacityPolicy, max_batch_size: int, max_num_tokens: int)
         max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=1 << 20,
         chunked_prefill=True, capacity_policy=policy, depth=1, tokens_per_block=BLOCK_SIZE,
         block_reuse=False, partial_reuse=False, model="", model_path="", load_format="dummy",
-        dtype="bfloat16", device="cuda", num_threads=1, tp_size=1, max_queued=1 << 20,
+        dtype="bfloat16", device="cuda", num_threads=1, max_queued=1 << 20,
         kv_dtype="fp8", kv_max_tokens=None, kv_memory_fraction=0.9, kv_cpu_bytes=0,
         attention_backend="triton", graph_batch_sizes=(), graph_padding=True, seed=0,
     )  # fmt: skip

@@ -28,7 +28,7 @@ def scheduler_of(num_rows: int) -> Scheduler:
         max_batch_size=num_rows, max_num_tokens=8192, max_seq_len=1 << 20, chunked_prefill=True,
         capacity_policy=CapacityPolicy.MAX_UTILIZATION, depth=1, tokens_per_block=32,
         block_reuse=True, partial_reuse=True, model="", model_path="", load_format="dummy",
-        dtype="bfloat16", device="cuda", num_threads=1, tp_size=1, max_queued=1 << 20,
+        dtype="bfloat16", device="cuda", num_threads=1, max_queued=1 << 20,
         kv_dtype="bfloat16", kv_max_tokens=None, kv_memory_fraction=0.9, kv_cpu_bytes=0,
         attention_backend="triton", graph_batch_sizes=(), graph_padding=True, seed=0,
     )  # fmt: skip

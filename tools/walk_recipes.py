@@ -49,7 +49,7 @@ STAND_INS = {
 }
 _MODEL = re.compile(r"\b(?:deepseek-ai|nvidia|openai|Qwen)/[\w.-]+\w")
 _HOST = re.compile(r"localhost:8000|<HEAD_IP>:8000")
-_RANKS = re.compile(r"(--(?:tp|ep)_size |\bTP=|tensor_parallel_size: )(\d+)")
+_RANKS = re.compile(r"(--(?:tp|ep|pp)_size |\bTP=|tensor_parallel_size: )(\d+)")
 _COMMENT = re.compile(r"#.*")
 _IGNORED = re.compile(r" W \[http\] (\S+?)(?:: \S+)? is ignored: ")
 SHORT_LOAD = "--num-prompts 2 --random-input-len 20 --random-output-len 3"

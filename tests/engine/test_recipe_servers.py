@@ -12,7 +12,7 @@ from server_process import Server
 from penstock.config.recipe import recipe_named, recipe_names
 
 SIBLINGS = Path(__file__).parents[1] / "siblings"
-ONE_RANK = ("--tp_size", "1", "--ep_size", "1", "--num_threads", "1")
+ONE_RANK = ("--tp_size", "1", "--ep_size", "1", "--pp_size", "1", "--num_threads", "1")
 # By how the name of the recipe begins; the other ones are dense.
 STAND_IN = {
     "deepseek-r1": SIBLINGS / "deepseek_v3",

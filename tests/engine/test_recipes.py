@@ -27,10 +27,8 @@ from penstock.hub.folder import local_folder
 FOLDER = Path(__file__).parents[3] / "shared" / "recipes"
 RECIPES = sorted(FOLDER.glob("*")) if FOLDER.is_dir() else []
 TRTLLM_SERVE = Path(sysconfig.get_path("scripts"), "trtllm-serve")
-ONE_GPU = {"--tp_size": "1", "--ep_size": "1"}
-NOT_HERE = {
-    "attention_dp_config", "enable_attention_dp", "speculative_config",
-}  # fmt: skip
+ONE_GPU = {"--tp_size": "1", "--ep_size": "1", "--pp_size": "1"}
+NOT_HERE = {"speculative_config"}
 
 pytestmark = pytest.mark.skipif(not RECIPES, reason="the recipes are not beside us")
 
@@ -138,8 +136,6 @@ def asked_in_vain(recipe: Recipe) -> set[str]:
     names = {name for name in NOT_HERE if asked.get(name)}
     if "--trust_remote_code" in recipe.argv:
         names.add("trust_remote_code")
-    if "--pp_size" in recipe.argv:
-        names.add("pipeline_parallel_size")
     return names
 
 

@@ -23,10 +23,11 @@ from penstock.layers import linear
 from penstock.layers.context import ExpertsContext, LayerContext
 from penstock.layers.delta_net import GatedDeltaNet
 from penstock.layers.linear import Linear
-from penstock.parallel.mesh import ROLES, RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.unquantized import Unquantized
 from penstock.quantization.w8a8 import W8A8Scheme
 from penstock.types.cache_spec import block_bytes
+from penstock.types.mesh import MeshShape
 from penstock.types.model_spec import DeltaSpec, W8A8Spec
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.mapping import rename, rules
@@ -268,7 +269,7 @@ def test_the_shares_of_two_ranks_sum_up_to_the_whole(their_layer, folder, monkey
     prompts = inputs(1, 70, 5)
     parts = []
     for rank in range(2):
-        mesh = RankMesh(rank, 2, dict.fromkeys(ROLES, RoleGroup(2, rank)))
+        mesh = RankMesh.place(rank, MeshShape(tp=2))
         driver = Driver(load(folder, mesh), [2, 3, 1])
         spec = driver.layer.cache_spec()
         assert (spec.num_value_heads, spec.num_channels) == (3, 16 + 16 + 3 * 24)
@@ -281,7 +282,7 @@ def test_the_shares_of_two_ranks_sum_up_to_the_whole(their_layer, folder, monkey
 
 
 def test_more_ranks_than_key_heads_are_refused():
-    mesh = RankMesh(0, 4, dict.fromkeys(ROLES, RoleGroup(4, 0)))
+    mesh = RankMesh.place(0, MeshShape(tp=4))
     with pytest.raises(ConfigError, match="number of key heads is 2, which 4 ranks"):
         OneLayer(a_build(mesh))
 

@@ -12,11 +12,11 @@ from tiny_models import make_checkpoint, reference_model
 
 from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.moe import Routing, route
-from penstock.layers.context import ExpertsContext
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import ROLES, RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.choose import choose_schemes
+from penstock.types.mesh import MeshShape
 
 CONFIGS = Path(__file__).parents[3] / "shared" / "configs"
 SHAPE = {"moe_intermediate_size": 256, "num_experts": 5, "num_experts_per_tok": 2}
@@ -45,10 +45,9 @@ def load(folder, kind, rank=0, size=1, ep_size=1):
     schemes = choose_schemes(
         spec.quantization, folder, torch.float32, CPU, online=kind if kind in MADE else None
     )
-    mesh = RankMesh.single()
-    mesh.roles["experts"] = RoleGroup(size, rank)
-    context = ExpertsContext(ep_size=ep_size)
-    return load_model(folder, mesh, schemes=schemes, experts=context).layers[1].mlp.experts
+    mesh = RankMesh.place(rank, MeshShape(dp=size, ep=ep_size))  # heads stay whole
+    mesh.roles["mlp"] = RankMesh.single().roles["mlp"]
+    return load_model(folder, mesh, schemes=schemes).layers[1].mlp.experts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,10 +85,9 @@ def test_shares_of_all_ranks_sum_up_to_the_whole(tmp_path, kind):
 )
 def test_published_models_build_on_the_ranks_of_their_recipes(name, size, ep_size, experts_shape):
     spec = parse_model_spec(CONFIGS / name, {"num_hidden_layers": 4, "layer_types": None})
-    mesh = RankMesh(1, size, dict.fromkeys(ROLES, RoleGroup(size, 1)))
+    mesh = RankMesh.place(1, MeshShape(tp=size, ep=ep_size))
     device, backend = torch.device("meta"), get_backend("reference")
-    context = ExpertsContext(ep_size=ep_size)
-    model = build_model(spec, mesh, torch.bfloat16, device, backend, experts=context)
+    model = build_model(spec, mesh, torch.bfloat16, device, backend)
     experts = model.layers[3].mlp.experts
     values = experts.gate_up.blocks if name.startswith("gpt") else experts.gate_up.weight
     assert values.shape == experts_shape

@@ -28,7 +28,8 @@ from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.gemm.fp8 import dequantized
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
+from penstock.types.mesh import MeshShape
 from penstock.weights.load import dummy_weights, load_weights
 
 SINGLE = RankMesh.single()
@@ -59,10 +60,7 @@ def load(folder, mesh=SINGLE, cache_dtype=None, **overrides):
 
 
 def ranks(size: int) -> list[RankMesh]:
-    return [
-        RankMesh(rank, size, dict.fromkeys(SINGLE.roles, RoleGroup(size, rank)))
-        for rank in range(size)
-    ]
+    return [RankMesh.place(rank, MeshShape(tp=size)) for rank in range(size)]
 
 
 def weight_of(model, layer: int, name: str) -> torch.Tensor:

@@ -13,8 +13,9 @@ from tiny_models import make_checkpoint, reference_model
 from weight_only_models import FILE, make_weight_only_checkpoint
 
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.choose import choose_schemes
+from penstock.types.mesh import MeshShape
 from penstock.weights.load import _named
 from penstock.weights.stream import stream
 
@@ -60,10 +61,7 @@ def test_fp8_logits_are_those_of_transformers(tmp_path, arch, dialect):
 def test_two_ranks_share_each_matrix(tmp_path, arch):
     folder = make_checkpoint(tmp_path, arch)
     whole = load(folder).layers[0]
-    ranks = [
-        load(folder, RankMesh(rank, 2, dict.fromkeys(SINGLE.roles, RoleGroup(2, rank)))).layers[0]
-        for rank in range(2)
-    ]
+    ranks = [load(folder, RankMesh.place(rank, MeshShape(tp=2))).layers[0] for rank in range(2)]
     sizes = (64, 32, 32)  # of query, key and value
     parts = whole.attention.qkv_proj.values().split(sizes)
     halves = [rank.attention.qkv_proj.values().split([n // 2 for n in sizes]) for rank in ranks]

@@ -13,8 +13,9 @@ from penstock.errors import ConfigError
 from penstock.hub.gguf_file import GgufFile
 from penstock.kernels.gemm.quantized_cpu import CpuPackedWeight, unpack_cpu
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.choose import choose_schemes
+from penstock.types.mesh import MeshShape
 from penstock.weights.gguf_tensors import stream_gguf
 
 
@@ -134,7 +135,7 @@ def test_a_share_of_the_inputs_stays_packed_where_it_is_whole_groups(tmp_path):
     held = write_gguf(path, model, QUANT.Q4_1)
     shares = []
     for rank in range(2):
-        mesh = RankMesh(rank, 2, dict.fromkeys(RankMesh.single().roles, RoleGroup(2, rank)))
+        mesh = RankMesh.place(rank, MeshShape(tp=2))
         schemes = choose_schemes(None, path, torch.float32, CPU)
         shares.append(load_model(path, mesh, schemes=schemes))
     for name, dim in (("attention.qkv_proj", 0), ("attention.o_proj", 1), ("embed", 0)):

@@ -18,10 +18,11 @@ from penstock.layers.rope import attention_factor
 from penstock.models.gpt_oss import WEIGHTS
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Piece, Shard, Span, split, whole
 from penstock.quantization.scheme import ExpertsShape
+from penstock.types.mesh import MeshShape
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.stored import StoredTensor
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
 
 
 def mesh_of(rank: int, size: int) -> RankMesh:
-    return RankMesh(rank, size, dict.fromkeys(RankMesh.single().roles, RoleGroup(size, rank)))
+    return RankMesh.place(rank, MeshShape(tp=size))
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="real configs are not here")
@@ -188,7 +189,7 @@ class CpuWeightOnlyExperts(nn.Module):
 
     def __init__(self, num_slots: int, hidden: int, features: int, mesh: RankMesh) -> None:
         super().__init__()
-        span = split("features", features, mesh.size, mesh.rank)
+        span = split("features", features, mesh.shape.size, mesh.rank)
         shape = ExpertsShape(
             num_experts=num_slots,
             experts=Span(0, num_slots),

@@ -16,11 +16,12 @@ from tiny_models import make_checkpoint
 
 from penstock.runtime import capture
 from penstock.runtime.capture import capture_graphs
+from penstock.runtime.graphs import DecodeGraphs
 from penstock.runtime.mixed_graphs import MixedGraphs
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.step_layout import StepShape
 from penstock.runtime.timeline import Timeline
-from penstock.types.step import LateInputs, RanAs
+from penstock.types.step import LateInputs, PeerLoads, RanAs, StepLoad
 
 ARCHITECTURES = (
     *("llama", "gpt_oss", "qwen3_next", "deepseek_v3", "qwen3_moe"),
@@ -109,7 +110,7 @@ def test_what_no_graph_has_room_for_runs_without_one(tmp_path):
     text = texts({row: 40 for row in range(8)} | {8: 1})
 
     def fits(*parts: tuple[int, int, int]) -> bool:
-        return graphs.fits(plan_of(0, text, list(parts), blocks_each(runner)))
+        return graphs.fits(plan_of(0, text, list(parts), blocks_each(runner)).load)
 
     decodes = [(row, 40, 41) for row in range(7)]
     assert fits(*decodes, (7, 0, 40)) and not fits(*decodes, (8, 1, 2), (7, 0, 40))
@@ -118,8 +119,8 @@ def test_what_no_graph_has_room_for_runs_without_one(tmp_path):
     assert not fits((0, 40, 42), (7, 0, 8))  # a decode of two tokens
     sixteen = {row: np.ones(2, np.int32) for row in range(16)}
     chunks = [(row, 0, 1) for row in range(16)]
-    assert graphs.fits(plan_of(0, sixteen, chunks[:15], [1]))
-    assert not graphs.fits(plan_of(0, sixteen, chunks, [1]))
+    assert graphs.fits(plan_of(0, sixteen, chunks[:15], [1]).load)
+    assert not graphs.fits(plan_of(0, sixteen, chunks, [1]).load)
 
 
 def test_prompt_logprobs_come_from_a_step_without_a_graph(tmp_path):
@@ -202,3 +203,49 @@ def test_a_rank_that_is_asked_to_captures_mixes_in_place_of_prompts(
     assert list(without._mixed_graphs._captured) == [StepShape(0, 16)]
     without.when_idle()
     assert list(without._mixed_graphs._captured) == [StepShape(0, 16)]
+
+
+def test_data_parallel_ranks_replay_the_graph_of_the_busiest(tmp_path):
+    """Whatever a rank has of a step itself: as much as another one, less, other things, nothing."""
+    make_checkpoint(tmp_path, "llama")
+    plain, padded = make_runner(tmp_path), make_runner(tmp_path)
+    text = texts(LENGTHS)
+    with_graphs(padded)
+    padded._graphs = DecodeGraphs(padded.decode_step(64), (2, 4), True, padded._rows)
+    padded._graphs.capture(Repeats())
+    seen = []
+    for shape, captured in {**padded._mixed_graphs._captured, **padded._graphs._captured}.items():
+        replay = captured.replay
+        captured.replay = lambda x, shape=shape, replay=replay: (seen.append(shape), replay(x))[1]
+    none = np.zeros(0, np.int32)
+    steps = [  # own parts; (decodes, chunks, prompt tokens) of the busiest rank; its graph
+        ([(0, 0, 20), (2, 0, 5)], (0, 3, 30), StepShape(0, 32)),
+        ([(0, 20, 21), (2, 5, 6)], (4, 0, 0), 4),
+        ([(0, 21, 22), (2, 6, 7)], (3, 1, 12), StepShape(4, 16)),  # a prompt elsewhere
+        ([(3, 0, 11)], (4, 1, 11), StepShape(4, 16)),  # decodes elsewhere
+        ([], (1, 0, 0), 2),
+        ([], (0, 1, 5), StepShape(0, 16)),
+        ([(0, 22, 23), (3, 11, 12)], (4, 0, 0), 4),
+    ]
+    for number, (parts, (num_decodes, num_chunks, num_tokens), _) in enumerate(steps):
+        plan = plan_of(number, text, parts or [(0, 0, 1)], blocks_each(plain))
+        if parts:
+            plain.forward(plan)
+        else:
+            plan = replace(
+                plan, joins=(), rows=none, starts=none, num_tokens=none, num_logit_rows=none,
+                growth=replace(plan.growth, groups=none), max_kv_lens=none, num_decodes=0,
+            )  # fmt: skip
+        most = StepLoad(
+            num_decodes=num_decodes, num_chunks=num_chunks, num_prompt_tokens=num_tokens,
+            longest_prefix=0, is_eager=False,
+        )  # fmt: skip
+        padded.forward(replace(plan, peers=PeerLoads(num_tokens=(1, 1), most=most)))
+        got = padded.sample(number, LateInputs()).wait()
+        assert got.ran_as is RanAs.GRAPH and len(got.token_ids) == len(parts)
+        if parts:
+            assert np.array_equal(
+                got.token_ids, plain.sample(number, LateInputs()).wait().token_ids
+            )
+    assert seen == [graph for _, _, graph in steps]
+    assert torch.equal(plain._rows.lengths_R, padded._rows.lengths_R)

@@ -21,11 +21,12 @@ from weight_only_models import FILE, LEFT, SHAPE, nvfp4
 from penstock.errors import ConfigError
 from penstock.kernels.gemm.wna16_packing import GpuPackedWeight
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.choose import Schemes, choose_schemes
 from penstock.quantization.input_scales import InputScaled
 from penstock.quantization.unquantized import Unquantized
 from penstock.quantization.weight_only import WeightOnlyScheme
+from penstock.types.mesh import MeshShape
 
 SINGLE = RankMesh.single()
 CLOSE = 1e-4  # mean error over mean size of logits
@@ -293,7 +294,7 @@ def test_a_rank_has_the_scales_of_its_inputs_and_a_gpu_the_codes_packed(tmp_path
     x = torch.randn(3, SHAPE["intermediate_size"], generator=torch.Generator().manual_seed(3))
     parts = []
     for rank in range(2):
-        mesh = RankMesh(rank, 2, dict.fromkeys(SINGLE.roles, RoleGroup(2, rank)))
+        mesh = RankMesh.place(rank, MeshShape(tp=2))
         model = load_model(tmp_path, mesh=mesh, schemes=schemes)
         layer = model.layers[0].mlp.down_proj
         assert type(layer.weight) is GpuPackedWeight and layer.device == CPU

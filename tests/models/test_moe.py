@@ -14,11 +14,12 @@ from penstock.layers.context import ExpertsContext
 from penstock.layers.moe import in_dtype_without_loss
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization import scheme
 from penstock.quantization import unquantized as none
 from penstock.quantization.choose import choose_schemes
 from penstock.quantization.w8a8 import W8A8Experts
+from penstock.types.mesh import MeshShape
 from penstock.types.model_spec import QuantSpec, W8A8Spec
 from penstock.weights.load import load_weights
 from penstock.weights.stored import StoredTensor
@@ -129,7 +130,7 @@ def test_matrices_lie_by_expert_and_each_rank_reads_its_share_only(folder, monke
     monkeypatch.setattr(StoredTensor, "read", counted)
     halves = []
     for rank in range(2):
-        mesh = RankMesh(rank, 2, dict.fromkeys(RankMesh.single().roles, RoleGroup(2, rank)))
+        mesh = RankMesh.place(rank, MeshShape(tp=2))
         halves.append(load_model(folder, mesh).layers[1].mlp.experts)
     for number in range(6):
         names = [
@@ -167,8 +168,7 @@ def test_missing_tensors_of_an_expert_are_named(folder, tmp_path):
 
 
 def test_an_expert_that_ranks_cannot_share_is_refused(folder):
-    mesh = RankMesh(0, 3, dict.fromkeys(RankMesh.single().roles, RoleGroup(3, 0)))
-    mesh.roles["attention"] = mesh.roles["vocab"] = RoleGroup(1, 0)
+    mesh = RankMesh.place(0, MeshShape(dp=3))  # heads stay whole
     with pytest.raises(ConfigError, match="an expert's width is 32, which 3 ranks"):
         load_model(folder, mesh)
 

@@ -18,9 +18,10 @@ from penstock.kernels.attention.backend import get_backend
 from penstock.layers.linear import Linear
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import ROLES, RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.unquantized import Unquantized
 from penstock.types.cache_spec import RecurrentState
+from penstock.types.mesh import MeshShape
 from penstock.types.setting_choice import SettingChoice
 
 SIBLING = Path(__file__).parents[1] / "siblings" / "qwen3_next"
@@ -111,7 +112,7 @@ def test_the_release_in_8_bit_floats_builds_on_ranks(num_ranks):
         "quantization_config": FP8 | {"modules_to_not_convert": left_out},
     }
     spec = parse_model_spec(REAL, changes)
-    mesh = RankMesh(0, num_ranks, dict.fromkeys(ROLES, RoleGroup(num_ranks, 0)))
+    mesh = RankMesh.place(0, MeshShape(tp=num_ranks))
     model = build_model(spec, mesh, torch.bfloat16, torch.device("meta"), get_backend("reference"))
     plain = {
         name

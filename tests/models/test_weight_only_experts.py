@@ -12,10 +12,11 @@ from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, unpack_gpu
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.choose import Schemes, choose_schemes
 from penstock.quantization.unquantized import Unquantized
 from penstock.quantization.weight_only import Int8Experts, WeightOnlyExperts
+from penstock.types.mesh import MeshShape
 from penstock.weights.load import dummy_weights, load_weights
 
 SINGLE = RankMesh.single()
@@ -84,7 +85,7 @@ def test_ranks_share_experts_by_whole_groups(checkpoints, layout):
     parts = []
     for rank in range(2 if layout != "nf4" else 1):
         size = 2 if layout != "nf4" else 1
-        mesh = RankMesh(rank, size, dict.fromkeys(SINGLE.roles, RoleGroup(size, rank)))
+        mesh = RankMesh.place(rank, MeshShape(tp=size))
         down = load(folder, has_kernel=True, mesh=mesh).layers[0].mlp.experts.down.weight
         parts.append(unpack_gpu(down.slot(2)).values())
     assert torch.allclose(torch.cat(parts, dim=1), plain, rtol=2e-7, atol=0)

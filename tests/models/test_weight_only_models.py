@@ -17,10 +17,11 @@ from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, pack_gpu
 from penstock.layers.linear import Linear
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.choose import Schemes, choose_schemes
 from penstock.quantization.unquantized import Unquantized
 from penstock.quantization.weight_only import WeightOnlyScheme
+from penstock.types.mesh import MeshShape
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.quantized import gathered
 from penstock.weights.stream import stream
@@ -173,10 +174,7 @@ def test_a_model_of_16_bits_has_the_rounded_numbers(checkpoints, layout):
 def test_ranks_hold_consecutive_parts(checkpoints, layout):
     folder = checkpoints[layout]
     plain = load_file(folder / "plain" / FILE)
-    models = [
-        load(folder, RankMesh(rank, 2, dict.fromkeys(SINGLE.roles, RoleGroup(2, rank))))
-        for rank in range(2)
-    ]
+    models = [load(folder, RankMesh.place(rank, MeshShape(tp=2))) for rank in range(2)]
     for layer in range(2):
         rows = [rank.layers[layer].mlp.down_proj.values() for rank in models]
         expected = plain[f"model.layers.{layer}.mlp.down_proj.weight"]

@@ -69,10 +69,16 @@ _DEVICES = (
     Flag("device", "text", "auto, cuda or cpu"),
     Flag("tensor_parallel_size tp_size", "int", "GPUs that share each layer"),
     Flag(
+        "pipeline_parallel_size pp_size",
+        "int",
+        "stages of layers, each with tensor_parallel_size GPUs",
+    ),
+    Flag(
         "data_parallel_size dp_size", "int", "engines behind this port, each with GPUs of its own"
     ),
     Flag("moe_expert_parallel_size ep_size", "int", "expert-parallel groups of these GPUs"),
     Flag("moe_tensor_parallel_size", "int", "GPUs that share each expert"),
+    Flag("enable_attention_dp", "switch", "requests and KV cache of its own on each of these GPUs"),
     Flag("num_threads", "int", "CPU threads of each engine process"),
     Flag(
         "attn_backend attention_backend", "text", "attention kernels: auto, triton, sdpa, reference"
@@ -154,11 +160,9 @@ _COMPATIBLE = (
     Flag("trust_remote_code", "switch"),
     Flag("custom_tokenizer", "text"),
     Flag("max_beam_width", "int"),
-    Flag("pipeline_parallel_size pp_size", "int"),
     Flag("context_parallel_size cp_size", "int"),
     Flag("moe_cluster_parallel_size cluster_size", "int"),
     Flag("gpus_per_node", "int"),
-    Flag("enable_attention_dp", "switch"),
     Flag("otlp_traces_endpoint", "text"),
     without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
     without_field(

@@ -5,6 +5,7 @@ reason. Those of text and HTTP end in `text/chat_format` and `server/api_servers
 Reads no file, no environment and no device; but for the seed, equal inputs give equal outputs.
 """
 
+import math
 import secrets
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from penstock.config.run import (
     ModelDrafting,
     MTPDrafting,
     NGramDrafting,
+    PromptBalance,
     RunConfig,
 )
 from penstock.config.schema import EngineConfig
@@ -22,6 +24,7 @@ from penstock.config.speculative import DRAFT_LENS
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
+from penstock.types.mesh import MeshShape, stage_layers
 from penstock.types.model_spec import DraftModel, ModelSpec, QuantSpec, W8A8Spec
 from penstock.types.setting_choice import SettingChoice
 
@@ -69,7 +72,6 @@ def resolve(
     kv = config.kv_cache_config
     kind = choices.add("device", _device(config, device))
     _check_ranks(config, spec, device, kind)
-    tp_size = config.tensor_parallel_size
     # Codes are multiplied as they are, with inputs in 16 bits if that is asked for.
     is_coarse = kind == "cpu" and model_path.endswith(".gguf") and config.dtype in _HALVES
     dtype = choices.add("dtype", _dtype(config, spec, device, kind, is_coarse))
@@ -78,9 +80,10 @@ def resolve(
     moe_backend = "none"
     if spec.moe is not None:
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
-    ep_size = choices.add("ep_size", _ep_size(config, spec))
+    mesh = choices.add("mesh", _mesh(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
     drafting = _drafting(config, spec, choices, draft)
+    _check_drafting(mesh, drafting)
     cached_spec = spec.with_mtp_layer() if isinstance(drafting, MTPDrafting) else spec
     graph_batch_sizes = choices.add(
         "graph_batch_sizes",
@@ -88,18 +91,18 @@ def resolve(
     )
     at_start, when_idle = _mixes(config, graph_batch_sizes, max_batch_size, max_num_tokens)
     kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
-    token_bytes = _cache_bytes_per_token(cached_spec, kv_dtype, tp_size)
+    token_bytes = _cache_bytes_per_token(cached_spec, kv_dtype, mesh.tp)
     if draft is not None:
-        token_bytes += _cache_bytes_per_token(draft.spec, kv_dtype, tp_size)
+        token_bytes += _cache_bytes_per_token(draft.spec, kv_dtype, mesh.tp)
     kv_block = kv.tokens_per_block * token_bytes
     kv_cpu_bytes = state_cpu_bytes = 0
     if kind == "cpu":
         kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, spec, device, kv_block))
-        state_cpu_bytes = _cpu_states(spec, device, max_batch_size, dtype, tp_size)
+        state_cpu_bytes = _cpu_states(spec, device, max_batch_size, dtype, mesh.tp)
         pool_tokens = (kv_cpu_bytes // kv_block - 1) * kv.tokens_per_block
         pool = pool_tokens, "what the cache holds; raise kv_cache_config.max_tokens"
     else:
-        pool = _most_cached(spec, device, kv_dtype, tp_size), "what the memory of the GPU can cache"
+        pool = _most_cached(spec, device, kv_dtype, mesh.tp), "what the memory of the GPU can cache"
     max_seq_len = choices.add("max_seq_len", _max_seq_len(config, spec, pool))
     partial_reuse = choices.add("partial_reuse", _partial_reuse(config))
     max_queued_tokens = choices.add("max_queued_tokens", _queued_tokens(config, max_seq_len))
@@ -110,8 +113,9 @@ def resolve(
         dtype=dtype,
         device=kind,
         num_threads=choices.add("num_threads", _num_threads(config, device, kind)),
-        tp_size=tp_size,
-        dp_size=config.data_parallel_size,
+        mesh=mesh,
+        balance=_balance(config),
+        num_replicas=config.data_parallel_size,
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len,
@@ -137,7 +141,6 @@ def resolve(
         quantization=quantization,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
-        ep_size=ep_size,
         graph_batch_sizes=graph_batch_sizes,
         graph_token_sizes=config.cuda_graph_config.token_sizes(max_num_tokens)
         if config.cuda_graph_config is not None and graph_batch_sizes
@@ -171,13 +174,16 @@ def _device(config: EngineConfig, device: DeviceInfo) -> Reasoned[str]:
 
 def _check_ranks(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str) -> None:
     """More ranks than GPUs cannot start; on a CPU ranks are processes, for those who ask for it."""
-    size = config.tensor_parallel_size
+    size = config.tensor_parallel_size * config.pipeline_parallel_size
     num_gpus = device.num_devices if device.kind == "cuda" else 0
     on_asked_cpu = kind == "cpu" and config.device == "cpu"
     if size > 1 and size > num_gpus and not on_asked_cpu:
+        asked = f"tensor_parallel_size is {size}"
+        if (stages := config.pipeline_parallel_size) > 1:
+            asked = f"tensor_parallel_size {size // stages} x pipeline_parallel_size {stages} = "
+            asked += f"{size} ranks"
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but there are {num_gpus} GPUs; lower it to "
-            f"{max(num_gpus, 1)}"
+            f"{asked}, but there are {num_gpus} GPUs; lower it to {max(num_gpus, 1)}"
             + ("" if num_gpus else ", or set device to cpu to run the ranks as CPU processes")
         )
     num_engines = config.data_parallel_size
@@ -187,6 +193,11 @@ def _check_ranks(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind
             f"{size} for each engine; lower it"
             + ("" if num_gpus else ", or set device to cpu to run the engines on the CPU")
         )
+    _check_stages(config, spec)
+    _check_adapters(config)
+    size = config.tensor_parallel_size
+    if config.enable_attention_dp:
+        return
     if spec.num_heads % size:
         raise ConfigError(
             f"tensor_parallel_size is {size}, which does not divide the {spec.num_heads} attention "
@@ -197,6 +208,64 @@ def _check_ranks(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind
             f"tensor_parallel_size is {size}, which is neither a divisor nor a multiple of the "
             f"{spec.num_kv_heads} KV heads of the model"
         )
+
+
+def _check_stages(config: EngineConfig, spec: ModelSpec) -> None:
+    num_stages = config.pipeline_parallel_size
+    if num_stages == 1:
+        return
+    if num_stages > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}, but the model has {spec.num_layers} layers; "
+            "a stage has one at least"
+        )
+    if config.speculative_config is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size {num_stages} and speculative_config cannot be combined yet: "
+            "drafts are made where tokens are sampled, which is the last stage; leave one of the "
+            "two out"
+        )
+
+    def remembered(layers: range) -> set[int | str | None]:
+        has_state = spec.delta.layers if spec.delta is not None else (False,) * spec.num_layers
+        return {"state" if has_state[layer] else spec.window_of(layer) for layer in layers}
+
+    for number, layers in enumerate(stage_layers(spec.num_layers, num_stages)):
+        if remembered(layers) != remembered(range(spec.num_layers)):
+            raise ConfigError(
+                f"pipeline_parallel_size is {num_stages}: of {spec.num_layers} layers stage "
+                f"{number} has {len(layers)}, which do not have all kinds of cache that the model "
+                "has; use fewer stages"
+            )
+
+
+def _check_drafting(mesh: MeshShape, drafting: Drafting | None) -> None:
+    if mesh.dp > 1 and not isinstance(drafting, NGramDrafting | None):
+        raise ConfigError(
+            f"enable_attention_dp with {mesh.dp} ranks and a speculative_config whose drafts a "
+            "model makes cannot be combined yet: a rank drafts when it has sequences, its layers "
+            "need all ranks; leave one of the two out, or draft by NGram"
+        )
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    if config.lora is None:
+        return
+    for name, is_asked in (
+        ("enable_attention_dp", config.enable_attention_dp and config.tensor_parallel_size > 1),
+        ("pipeline_parallel_size", config.pipeline_parallel_size > 1),
+    ):
+        if is_asked:
+            raise ConfigError(
+                f"adapters (lora_config) and {name} cannot be combined yet: an adapter is applied "
+                "where its tokens are; leave one of the two out"
+            )
+
+
+def _num_ranks(config: EngineConfig) -> int:
+    """Of all engines on the machine."""
+    sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size)
+    return math.prod(sizes)
 
 
 def _dtype(
@@ -333,8 +402,9 @@ def _ep_size(config: EngineConfig, spec: ModelSpec) -> Reasoned[int]:
     moe_tp_size = moe_tp_size or max(1, tp_size // ep_size)
     if ep_size * moe_tp_size != tp_size:
         raise ConfigError(
-            f"moe_expert_parallel_size {ep_size} times moe_tensor_parallel_size {moe_tp_size} is "
-            f"not {tp_size}, the tensor_parallel_size; give one of the two, a divisor of it"
+            f"moe_expert_parallel_size {ep_size} x moe_tensor_parallel_size {moe_tp_size} = "
+            f"{ep_size * moe_tp_size} ranks, but tensor_parallel_size is {tp_size}; give one of "
+            "the two, a divisor of it"
         )
     if ep_size > spec.moe.num_experts:
         raise ConfigError(
@@ -343,6 +413,22 @@ def _ep_size(config: EngineConfig, spec: ModelSpec) -> Reasoned[int]:
         )
     name = "moe_tensor_parallel_size" if asked is None else "moe_expert_parallel_size"
     return ep_size, f"set by {name}; {moe_tp_size} rank(s) share an expert"
+
+
+def _mesh(config: EngineConfig, spec: ModelSpec) -> Reasoned[MeshShape]:
+    size, (ep_size, experts) = config.tensor_parallel_size, _ep_size(config, spec)
+    pp = config.pipeline_parallel_size
+    if config.enable_attention_dp:
+        reason = "enable_attention_dp gives each of tensor_parallel_size ranks its own requests"
+        return MeshShape(pp=pp, dp=size, ep=ep_size), f"{reason}; {experts}"
+    return MeshShape(pp=pp, tp=size, ep=ep_size), f"set by tensor_parallel_size; {experts}"
+
+
+def _balance(config: EngineConfig) -> PromptBalance | None:
+    asked = config.attention_dp_config
+    if not (config.enable_attention_dp and asked.enable_balance):
+        return None
+    return PromptBalance(batching_wait=asked.batching_wait_iters, timeout=asked.timeout_iters)
 
 
 def _step_limits(config: EngineConfig, kind: str, choices: _Choices) -> tuple[int, int]:
@@ -464,7 +550,7 @@ def _host_cache(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned
         return size, "set by kv_cache_config.host_cache_size"
     if kind == "cpu":
         return 0, "the cache is in host memory"
-    num_ranks = config.tensor_parallel_size * config.data_parallel_size
+    num_ranks = _num_ranks(config)
     share = device.host_bytes // _HOST_CACHE_PART // num_ranks
     return share, f"{num_ranks} rank(s), 1/{_HOST_CACHE_PART} of host memory"
 
@@ -473,13 +559,16 @@ def _num_threads(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasone
     if config.num_threads is not None:
         return config.num_threads, "set by num_threads"
     if kind == "cpu":
-        num_ranks = config.tensor_parallel_size * config.data_parallel_size
+        num_ranks = _num_ranks(config)
         share = max(1, device.num_threads // num_ranks)
         return share, f"{device.num_threads} cores, {num_ranks} rank(s)"
     return min(_MAX_HOST_THREADS, device.num_threads), "the GPU computes, the host only loads"
 
 
 def _depth(config: EngineConfig, kind: str) -> Reasoned[int]:
+    if (stages := config.pipeline_parallel_size) > 1:
+        is_planned_ahead = kind == "cuda" and not config.disable_overlap_scheduler
+        return stages + is_planned_ahead, f"a step in each of {stages} stages"
     if config.disable_overlap_scheduler is not None:
         return 1 if config.disable_overlap_scheduler else 2, "set by disable_overlap_scheduler"
     if kind == "cpu":
@@ -576,6 +665,8 @@ def _graph_sizes(
         return (), "turned off by cuda_graph_config"
     if kind == "cpu":
         return (), "graphs exist on GPUs only"
+    if config.pipeline_parallel_size > 1:
+        return (), "stages of a pipeline are launched eagerly"
     if backend != "triton":
         return (), f"attention backend {backend} cannot be captured"
     sizes = graphs.sizes(max_batch_size)

@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from penstock.types.adapter import Adapter
+from penstock.types.mesh import MeshShape
 from penstock.types.setting_choice import SettingChoice
 
 
@@ -72,6 +73,14 @@ class LoraRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBalance:
+    """Steps for which prompts wait, so that all data-parallel ranks begin some together."""
+
+    batching_wait: int  # for more of them, once each rank could begin one
+    timeout: int  # until each rank could begin one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     model: str  # as the user named it
     model_path: str  # local folder
@@ -79,7 +88,6 @@ class RunConfig:
     dtype: str  # "bfloat16", "float16", "float32"
     device: str  # "cuda" or "cpu"
     num_threads: int
-    tp_size: int
     max_batch_size: int
     max_num_tokens: int
     max_seq_len: int
@@ -98,7 +106,9 @@ class RunConfig:
     graph_batch_sizes: tuple[int, ...]  # of decodes, ascending; empty: no CUDA graphs
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
-    dp_size: int = 1  # engines like this one on the machine
+    mesh: MeshShape = MeshShape()  # the ranks of this engine
+    balance: PromptBalance | None = None  # between data-parallel ranks; None: prompts never wait
+    num_replicas: int = 1  # engines like this one on the machine
     quantization: str | None = None  # what the plain weights of a checkpoint become while loading
     reduced_precision_matmul: bool = (
         False  # of packed weights on a CPU: with 16 bits of their inputs
@@ -115,7 +125,6 @@ class RunConfig:
     host_cache_bytes: int = 0  # for the cache of preempted sequences
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
-    ep_size: int = 1  # expert-parallel groups; the ranks of a group shard each expert
     drafting: Drafting | None = None  # None: one token a step and sequence
     lora: LoraRun | None = None  # None: no adapters
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY

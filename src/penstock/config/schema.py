@@ -25,6 +25,7 @@ from penstock.config.kv_cache import KvCacheConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.messages import explain
 from penstock.config.moe import MoeConfig
+from penstock.config.parallel import AttentionDpConfig, check_sizes, with_implied_sizes
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.trtllm_fields import canonical, translate
 from penstock.errors import ConfigError
@@ -196,7 +197,28 @@ class EngineConfig(StrictModel):
         "auto", "Where the model runs. auto: on the GPU when there is one."
     )
     tensor_parallel_size: int = setting(
-        1, "Number of devices that share each layer; each runs one process.", ge=1, le=1024
+        1,
+        "Number of devices that share each layer; each runs one process. Not given: "
+        "moe_expert_parallel_size, where that is.",
+        ge=1,
+        le=1024,
+    )
+    enable_attention_dp: bool = setting(
+        False,
+        "Each of the tensor_parallel_size devices has requests and a KV cache of its own and all "
+        "weights of attention; MLPs and experts stay sharded, and the tokens of all devices go "
+        "through them. max_batch_size, max_num_tokens and the cache are then those of a device.",
+    )
+    attention_dp_config: AttentionDpConfig = setting(
+        AttentionDpConfig(), "When prompts start, with enable_attention_dp."
+    )
+    pipeline_parallel_size: int = setting(
+        1,
+        "Number of stages into which the layers are split, each on tensor_parallel_size devices of "
+        "its own. So many steps of other sequences are under way at a time.",
+        ge=1,
+        le=1024,
+        status="beta",
     )
     data_parallel_size: int = setting(
         1,
@@ -353,7 +375,9 @@ class EngineConfig(StrictModel):
     ) -> "EngineConfig":
         if isinstance(values, cls):
             return values
-        kept, warnings = translate(canonical(values))
+        given = with_implied_sizes(canonical(values))
+        check_sizes(given)
+        kept, warnings = translate(given)
         try:
             config = handler(kept)
         except ValidationError as error:

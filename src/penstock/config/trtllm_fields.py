@@ -90,7 +90,6 @@ _NO_RAY = "ranks are processes that Penstock starts itself"
 _NO_WAIT = "prompts are never held back to fill a step"
 _FP32_STATE = "recurrent states are float32"
 _NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
-_NO_DP = ignored("attention data parallelism is not there yet; attention is tensor parallel", False)
 _OTHER_DRAFTER = "it belongs to a decoding_type that is not there"
 _NO_RELAXED = (
     "a draft is accepted only if it is the token that would have been drawn: output does not change"
@@ -134,28 +133,32 @@ _MODEL = {
 
 _PARALLEL = {
     "tensor_parallel_size": SUPPORTED,
-    "pipeline_parallel_size": ignored(
-        "layers are not split into stages yet, the tensor-parallel ranks hold the whole model; for "
-        "more GPUs raise tensor_parallel_size",
-        1,
-    ),
-    "context_parallel_size": ignored("a prompt is not split over GPUs yet", 1),
+    "pipeline_parallel_size": SUPPORTED,
+    "context_parallel_size": rejected("a prompt is not split over GPUs yet", 1),
     "gpus_per_node": ignored("the number of GPUs is found at start"),
     "moe_tensor_parallel_size": SUPPORTED,
     "moe_expert_parallel_size": SUPPORTED,
-    "moe_cluster_parallel_size": ignored(
+    "moe_cluster_parallel_size": rejected(
         "an expert is on the ranks that moe_expert_parallel_size gives it", 1, -1
     ),
-    "enable_attention_dp": _NO_DP,
+    "enable_attention_dp": SUPPORTED,
     **_section(
         "attention_dp_config",
-        ignored("attention data parallelism is not there yet"),
-        "enable_balance timeout_iters batching_wait_iters enable_kv_cache_aware_routing "
-        "kv_cache_routing_load_balance_weight kv_cache_routing_match_rate_threshold "
-        "kv_cache_routing_fair_share_multiplier kv_cache_routing_cold_start_warmup",
+        SUPPORTED,
+        dict.fromkeys(("enable_balance", "timeout_iters", "batching_wait_iters"), SUPPORTED)
+        | dict.fromkeys(
+            (
+                "enable_kv_cache_aware_routing",
+                "kv_cache_routing_load_balance_weight",
+                "kv_cache_routing_match_rate_threshold",
+                "kv_cache_routing_fair_share_multiplier",
+                "kv_cache_routing_cold_start_warmup",
+            ),
+            rejected("a request goes to the rank with its prefix unless that one is busy", False),
+        ),
     ),
-    "enable_lm_head_tp_in_adp": _NO_DP,
-    "pp_partition": ignored("layers are not split into stages yet"),
+    "enable_lm_head_tp_in_adp": rejected("with attention DP every rank has the whole head", False),
+    "pp_partition": rejected("layers are split into stages as equal as may be"),
     **_section(
         "cp_config",
         ignored("a prompt is not split over GPUs yet"),

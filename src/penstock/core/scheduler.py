@@ -14,6 +14,7 @@ from penstock.core.deltas import logprob_tuple, new_prompt_logprobs, report
 from penstock.core.followers import Follower
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
+from penstock.core.placement import Placement
 from penstock.core.plan_builder import Entry, PlanBuilder
 from penstock.core.policy import OutputLengths, makes_way, may_start, most_tokens, victim
 from penstock.core.queue import WaitingQueue
@@ -39,11 +40,12 @@ class Scheduler:
         chunk_limit: Callable[[int, int], int] | None = None,
         max_drafts: Callable[[int], int] | None = None,
     ) -> None:
-        """`chunk_limit`: the most prompt tokens of a step that also decodes, by the sequences that
-        wait for a first token and could have it, and by those that decode. `max_drafts`: the most
-        drafts of each decode, by their number."""
+        """`max_in_flight_per_sequence`: of decodes. `chunk_limit`: the most prompt tokens of a step
+        that also decodes, by the sequences that wait for a first token and could have it, and by
+        those that decode. `max_drafts`: the most drafts of each decode, by their number."""
         self._config = config
         self._kvs = tuple(kvs)
+        self._placement = Placement(self._kvs, config.balance)
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
         self._chunk_limit = chunk_limit or (lambda num_new, num_decodes: config.max_num_tokens)
@@ -125,10 +127,13 @@ class Scheduler:
         is_due = self._preempt_for_tenant(builder)
         max_drafts = self._plan_decodes(builder)
         builder.limit_chunks(self._most_beside_decodes())
-        if is_due:
+        num_free_rows = list(map(len, self._free_rows))
+        may_begin = self._placement.may_begin(len(self._waiting), num_free_rows, self._running)
+        if is_due and may_begin:
             self._admit(builder)  # before prompts under way take all of the budget once more
         self._plan_chunks(builder)
-        self._admit(builder)
+        if may_begin:
+            self._admit(builder)
         entries = builder.entries
         if not entries:
             return None
@@ -158,6 +163,8 @@ class Scheduler:
     def _plan_decodes(self, builder: PlanBuilder) -> int:
         """How many drafts a decode may have in a step like this one."""
         ready = [seq for seq in self._running if self._may_decode(seq)]
+        if self._config.mesh.pp > 1:
+            ready = self._micro_batch(ready)
         spare = builder.budgets.copy()  # for drafts: what every decode's own token leaves
         for seq in ready:
             spare[seq.dp_rank] -= 1
@@ -180,6 +187,19 @@ class Scheduler:
         num_prefilling = sum(seq.is_prefilling for seq in self._running)
         num_new = num_prefilling + min(len(self._waiting), sum(map(len, self._free_rows)))
         return self._chunk_limit(num_new, len(self._running) - num_prefilling)
+
+    def _micro_batch(self, ready: list[Sequence]) -> list[Sequence]:
+        """An equal part of each rank's decodes: those of others fill the other stages."""
+        left = [0] * len(self._kvs)
+        for seq in self._running:
+            left[seq.dp_rank] += not seq.is_prefilling
+        left = [-(-num // self._config.mesh.pp) for num in left]
+        taken = []
+        for seq in ready:
+            if left[seq.dp_rank]:
+                left[seq.dp_rank] -= 1
+                taken.append(seq)
+        return taken
 
     def _may_decode(self, seq: Sequence) -> bool:
         is_free = seq.num_in_flight < self._max_in_flight
@@ -244,7 +264,7 @@ class Scheduler:
         for seq in self._running:
             if not seq.is_prefilling or builder.has(seq):
                 continue
-            if seq.num_in_flight < self._max_in_flight:
+            if seq.num_in_flight < self._config.depth:  # a chunk needs no result of those before
                 self._plan_chunk(builder, seq)
 
     def _chunk_size(self, builder: PlanBuilder, dp_rank: int, start: int, num_left: int) -> int:
@@ -284,10 +304,10 @@ class Scheduler:
                 return
             if not self._may_pass(seq):
                 continue
-            dp_rank = max(dp_ranks, key=lambda r: len(self._free_rows[r]))
-            if seq.dp_rank in dp_ranks and self._kvs[seq.dp_rank].is_swapped_out(seq.id):
-                dp_rank = seq.dp_rank
-            if not self._start(builder, seq, dp_rank):
+            most = self._config.max_batch_size
+            loads = {dp_rank: most - len(self._free_rows[dp_rank]) for dp_rank in dp_ranks}
+            ranks = self._placement.order(seq, loads)
+            if not any(self._start(builder, seq, dp_rank) for dp_rank in ranks):
                 return  # nobody overtakes a request that waits for room
             self._plan_chunk(builder, seq)
 

@@ -104,7 +104,7 @@ class Engine:
         self._ranks = RankGroup(self.config, model_kwargs, socket_folder, config.log_level)
         with timeline.phase("meet ranks"):
             mesh = RankMesh.create(
-                0, self.config.tp_size, self._ranks.meeting_point, rank_device(self.config, 0)
+                0, self.config.mesh, self._ranks.meeting_point, rank_device(self.config, 0)
             )
         loaded = load_rank(self.config, self.spec, mesh, timeline)
         cache, weights = self._ranks.agree(loaded.memory.size)
@@ -124,16 +124,27 @@ class Engine:
         self, loaded: LoadedRank, runner: ModelRunner, cache: CacheSize, asked: EngineConfig
     ) -> None:
         config, counters = self.config, EngineCounters(engines=1)
-        sizes = zip(loaded.groups, cache.num_blocks, strict=True)
-        groups = [cache_group(group, num, config) for group, num in sizes]
+        kvs = [
+            KVManager(
+                [
+                    cache_group(group, num, config)
+                    for group, num in zip(loaded.groups, cache.num_blocks, strict=True)
+                ],
+                cache.num_host_blocks,
+                dp_rank,
+            )
+            for dp_rank in range(config.mesh.dp)
+        ]
         chunk_limit = ChunkLimit(
             config.tokens_beside_decodes, config.max_num_tokens, config.tokens_in_bursts
         )
         drafts = DraftsPerDecode(config.max_drafts, config.max_drafting_decodes, runner.costs)
         self.scheduler = Scheduler(
             config,
-            [KVManager(groups, cache.num_host_blocks)],
+            kvs,
             counters,
+            # What a decode feeds comes back from the last stage by way of the host.
+            max_in_flight_per_sequence=1 if config.mesh.pp > 1 else None,
             chunk_limit=chunk_limit.of_step,
             max_drafts=drafts.most,
         )
@@ -141,7 +152,9 @@ class Engine:
         self.grammars = Grammars(asked, self.spec)
         self.scheduler.add_gate(self.grammars)
         self.scheduler.add_follower(self.grammars)
-        executor: Executor = RankExecutor(runner, self._ranks.senders)
+        executor: Executor = RankExecutor(
+            runner, self._ranks.senders, config.mesh, self._ranks.results
+        )
         self.adapters = Adapters(None)
         if config.lora is not None:
             field = find_adapters(loaded.fields)
@@ -200,12 +213,12 @@ class Engine:
         return EngineInfo(
             max_seq_len=max_seq_len,
             max_num_tokens=config.max_num_tokens,
-            max_batch_size=config.max_batch_size,
+            max_batch_size=config.mesh.dp * config.max_batch_size,
             max_queued=config.max_queued,
             max_queued_tokens=config.max_queued_tokens,
             chunked_prefill=config.chunked_prefill,
             vocab_size=self.spec.vocab_size,
-            total_blocks=cache.num_blocks[0],
+            total_blocks=config.mesh.dp * cache.num_blocks[0],
             tokens_per_block=config.tokens_per_block,
             eos_token_ids=self.spec.eos_token_ids,
             device=probe().name,

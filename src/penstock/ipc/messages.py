@@ -16,7 +16,7 @@ from penstock.types.pooling import Task
 from penstock.types.request import Request
 from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
-from penstock.types.step import LateInputs, StepPlan
+from penstock.types.step import LateInputs, StepPlan, StepResult
 
 PROTOCOL_VERSION = 6
 
@@ -135,6 +135,13 @@ class RankCache(Message, frozen=True):
     cache: CacheSize
 
 
+class RankResult(Message, frozen=True):
+    """What a rank that has sequences of its own found for its part of a step."""
+
+    rank: int
+    result: StepResult
+
+
 class RankFailed(Message, frozen=True):
     rank: int
     message: str
@@ -143,7 +150,7 @@ class RankFailed(Message, frozen=True):
 ToEngine = Hello | Submit | Abort | ClientLeft
 ToClient = Ready | Deltas | Stats | Fatal
 ToRank = RankCache | Forward | Sample | Stop
-FromRank = RankReady | RankFailed
+FromRank = RankReady | RankResult | RankFailed
 
 _ARRAY = (
     1  # extension code; its bytes are: dtype letter, number of dimensions, int64 sizes, raw values

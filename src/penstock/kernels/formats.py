@@ -64,3 +64,7 @@ class Int8:
 
 
 Activation = Tensor | Fp8 | Int8
+
+
+def num_rows(x: Activation) -> int:
+    return x.shape[0] if isinstance(x, Tensor) else x.values_TD.shape[0]

@@ -53,6 +53,8 @@ class ForwardBatch:
     cached_lens: tuple[int, ...] | None = None
     drafted: DraftedSpans | None = None  # None: no token was drafted, or no layer has a state
     adapters: AdapterTokens | None = None  # None: no token has one
+    # host; tokens of each rank that shares MLPs with this one. None: as many as here
+    rank_tokens: tuple[int, ...] | None = None
 
     def of_group(self, group: int) -> "ForwardBatch":
         """The step with the slots and the block table of one cache group."""

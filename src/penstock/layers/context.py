@@ -15,7 +15,6 @@ class ExpertsContext:
 
     by_reference: bool = False  # as the op's reference does, slow and plain
     max_tokens: int | None = None  # computed at once; more are cut into pieces
-    ep_size: int = 1  # groups of ranks: each has other experts, which its ranks shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

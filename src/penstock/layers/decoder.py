@@ -4,11 +4,12 @@
 the spec says of biases, norms and windows. An architecture is a subclass that replaces one of them.
 """
 
-# T tokens in the step, L rows that need logits, D hidden size, V vocabulary
+# T tokens in the step, S those of all ranks that share an MLP, L rows that need logits, D hidden
+# size, V vocabulary
 
 import contextlib
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from penstock.layers.moe import Experts, MoE, Router, experts_or_mlp
 from penstock.layers.mtp import MTPHead
 from penstock.layers.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
+from penstock.layers.token_exchange import TokenExchange
+from penstock.parallel.stages import Elsewhere, Stage
 from penstock.types.model_spec import ModelSpec, first_of_each
 from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, Rules, fuse, rename, rules
 
@@ -52,6 +55,7 @@ class DecoderBlock(nn.Module):
         self.attention = attention
         self.post_norm = _norm(spec, build)
         self.mlp = mlp
+        self.exchange = TokenExchange(build)
         self.attention_out_norm: RMSNorm | None = None
         self.mlp_out_norm: RMSNorm | None = None
         if spec.sandwich_norms:
@@ -66,9 +70,10 @@ class DecoderBlock(nn.Module):
         x_TD = self.attention(x_TD, batch)
         if self.attention_out_norm is not None:
             x_TD = self.attention_out_norm(x_TD)
-        wanted = self.mlp.input_format(batch.num_tokens)
-        x_TD, residual_TD = self.post_norm(x_TD, residual_TD, wanted)
-        x_TD = self.mlp(x_TD, batch)
+        wanted = self.mlp.input_format(self.exchange.num_tokens(batch))
+        x_TD, residual_TD = self.post_norm(x_TD, residual_TD, self.exchange.sent_as(wanted))
+        x_SD = self.exchange.gather(x_TD, wanted, batch)
+        x_TD = self.exchange.scatter(self.mlp(x_SD, batch), batch)
         return x_TD if self.mlp_out_norm is None else self.mlp_out_norm(x_TD), residual_TD
 
 
@@ -122,17 +127,26 @@ class Decoder(nn.Module):
             kind: Rope(kind, spec.head_size, spec.max_position, build.device, build.num_positions)
             for kind in {spec.rope_of(layer): None for layer in range(spec.num_layers)}
         }
-        self.embed = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
+        self.stage = Stage(build.mesh, spec.num_layers)
+        self._hidden = spec.hidden_size, build.dtype, build.device
+        # What other stages have is named here, too, so that names are those of the whole model.
+        self.embed = cast(VocabEmbedding, Elsewhere())
+        if self.stage.is_first or (self.stage.is_last and spec.tie_embeddings):
+            self.embed = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.layers = nn.ModuleList(
             self.block(spec, layer, ropes[spec.rope_of(layer)], build)
+            if layer in self.stage.layers
+            else Elsewhere()
             for layer in range(spec.num_layers)
         )
         self._layer_kinds = tuple(map(spec.layer_kind, range(spec.num_layers)))
-        self.norm = _norm(spec, build)
-        table = self.embed
-        if not spec.tie_embeddings:
-            table = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
-        self.head = VocabHead(table)
+        self.norm, self.head = cast(ResidualNorm, Elsewhere()), cast(VocabHead, Elsewhere())
+        if self.stage.is_last:
+            self.norm = _norm(spec, build)
+            table = self.embed
+            if not spec.tie_embeddings:
+                table = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
+            self.head = VocabHead(table)
         # Rounded as the weights are: so the model was trained.
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
         self.logit_soft_cap = spec.logit_soft_cap
@@ -164,8 +178,9 @@ class Decoder(nn.Module):
 
     def captured(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """The same, and those behind the captured layers one beside the other; where there are
-        none, the same twice."""
-        x_TD, residual_TD = self.embedded(batch.input_ids_T), None
+        none, the same twice. A stage that is not the last one sends on what it has, and nobody here
+        needs it."""
+        x_TD, residual_TD = self._first(batch), None
         # Of a shortened model the last one stands for those that are not there.
         wanted = [min(index, len(self.layers) - 1) for index in self.captured_layers]
         found: dict[int, Tensor] = {}
@@ -173,15 +188,28 @@ class Decoder(nn.Module):
             x_TD, residual_TD = layer(x_TD, residual_TD, batch)
             if index in wanted:
                 found[index] = x_TD + residual_TD
+        if not self.stage.is_last:
+            self.stage.send(x_TD if residual_TD is None else x_TD + residual_TD)
+            return x_TD, x_TD
         x_TD, _ = self.norm(x_TD, residual_TD)
         return x_TD, torch.cat([found[index] for index in wanted], dim=-1) if found else x_TD
+
+    def _first(self, batch: ForwardBatch) -> Tensor:
+        """What the first layer of this stage is given."""
+        if self.stage.is_first:
+            return self.embedded(batch.input_ids_T)
+        size, dtype, device = self._hidden
+        return self.stage.receive((batch.num_tokens, size), dtype, device)
 
     def embedded(self, ids_T: Tensor) -> Tensor:
         x_TD = self.embed(ids_T)
         return x_TD if self.embedding_scale == 1.0 else x_TD * self.embedding_scale
 
     def logits(self, x_LD: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, in the model's dtype, on every rank."""
+        """Logits of the whole vocabulary, in the model's dtype, on every rank of the last stage;
+        the others have none, and give back what they are given."""
+        if not self.stage.is_last:
+            return x_LD
         logits_LV = self.head(x_LD)
         if (cap := self.logit_soft_cap) is None:
             return logits_LV

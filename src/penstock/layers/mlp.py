@@ -1,11 +1,14 @@
-"""Feed-forward blocks: down(act(gate(x)) * up(x)) with SiLU or GELU, or down(relu(up(x))^2)."""
+"""Feed-forward blocks: down(act(gate(x)) * up(x)) with SiLU or GELU, or down(relu(up(x))^2).
 
-# T tokens in the step, D hidden size
+Each gives this rank's part of the sum; `TokenExchange` sums.
+"""
+
+# T tokens of all ranks that share it, D hidden size
 
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.formats import Activation, InputFormat
+from penstock.kernels.formats import Activation, InputFormat, num_rows
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.context import LayerContext
 from penstock.layers.fused_quant import converted
@@ -13,8 +16,6 @@ from penstock.layers.linear import ColumnLinear, RowLinear
 
 
 class GatedMLP(nn.Module):
-    """`is_summed` as of its last layer."""
-
     def __init__(
         self,
         hidden_size: int,
@@ -22,7 +23,6 @@ class GatedMLP(nn.Module):
         *,
         bias: bool,
         build: LayerContext,
-        is_summed: bool = True,
         activation: str = "silu",
     ) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class GatedMLP(nn.Module):
             hidden_size, (intermediate_size, intermediate_size), role="mlp", bias=bias, build=build
         )
         self.down_proj = RowLinear(
-            intermediate_size, hidden_size, role="mlp", bias=bias, build=build, is_summed=is_summed
+            intermediate_size, hidden_size, role="mlp", bias=bias, build=build, is_summed=False
         )
 
     def input_format(self, num_tokens: int) -> InputFormat:
         return self.gate_up_proj.input_format(num_tokens)
 
     def forward(self, x_TD: Activation, batch: ForwardBatch) -> Tensor:
-        wanted = self.down_proj.input_format(batch.num_tokens)
+        wanted = self.down_proj.input_format(num_rows(x_TD))
         return self.down_proj(self.gate_up_proj.gated(x_TD, wanted, batch, self.activation), batch)
 
 
@@ -51,13 +51,13 @@ class SquaredReluMLP(nn.Module):
             hidden_size, (intermediate_size,), role="mlp", bias=bias, build=build
         )
         self.down_proj = RowLinear(
-            intermediate_size, hidden_size, role="mlp", bias=bias, build=build
+            intermediate_size, hidden_size, role="mlp", bias=bias, build=build, is_summed=False
         )
 
     def input_format(self, num_tokens: int) -> InputFormat:
         return self.up_proj.input_format(num_tokens)
 
     def forward(self, x_TD: Activation, batch: ForwardBatch) -> Tensor:
-        wanted = self.down_proj.input_format(batch.num_tokens)
+        wanted = self.down_proj.input_format(num_rows(x_TD))
         y_TF = torch.relu(self.up_proj(x_TD, batch)).square()
         return self.down_proj(converted(y_TF, wanted), batch)

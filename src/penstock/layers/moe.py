@@ -1,10 +1,11 @@
 """A feed-forward block of many experts: a router sends each token to a few, a shared one sees all.
 
 Every rank of the role "experts" holds a shard of every expert, an equal one where the number format
-allows it. With expert parallelism each group of ranks has other experts, which its ranks shard.
+allows it (axis etp). With expert parallelism each group of ranks (axis ep) has other experts, which
+its ranks shard. A block gives this rank's part of the sum; `TokenExchange` sums.
 """
 
-# T tokens in the step, D hidden size, E experts, S slots, K experts of a token
+# T tokens of all ranks that share it, D hidden size, E experts, S slots, K experts of a token
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from penstock.kernels.moe import SILU, Gate, Routing, add_shared, route, router_
 from penstock.layers.context import LayerContext
 from penstock.layers.fused_quant import converted
 from penstock.layers.mlp import GatedMLP
-from penstock.parallel.collectives import all_reduce
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Span, split, split_groups
 from penstock.quantization.scheme import ExpertsScheme, ExpertsShape
@@ -84,10 +84,10 @@ class Experts(nn.Module):
         build: LayerContext,
     ) -> None:
         super().__init__()
-        self.ranks, self.ep_size = build.mesh.role("experts"), build.experts.ep_size
+        self.mesh = build.mesh
         self.num_experts = num_experts
         self.span = split_groups(
-            "the number of experts", num_experts, 1, self.ep_size, self.ranks.rank % self.ep_size
+            "the number of experts", num_experts, 1, self.mesh.shape.ep, self.mesh.coordinate("ep")
         )
         self.num_slots = self.span.size
         self.has_all = self.num_slots == num_experts
@@ -124,8 +124,8 @@ class Experts(nn.Module):
 
     def _features(self, group: int) -> Span:
         """Of this rank: an equal shard, or as equal a one as groups allow."""
-        what, size = "an expert's width", self.ranks.size // self.ep_size
-        rank = self.ranks.rank // self.ep_size
+        what, size = "an expert's width", self.mesh.shape.etp
+        rank = self.mesh.coordinate("etp")
         if group == 1:
             return split(what, self.intermediate_size, size, rank)
         return split_groups(what, self.intermediate_size, group, size, rank)
@@ -139,7 +139,7 @@ class Experts(nn.Module):
         size = self.max_tokens or max(x_TD.shape[0], 1)
         # The bias of an expert enters the sum once.
         parts = [
-            self.scheme.apply(self, *tensors, add_bias=self.ranks.rank < self.ep_size)
+            self.scheme.apply(self, *tensors, add_bias=self.mesh.coordinate("etp") == 0)
             for tensors in zip(
                 x_TD.split(size), slots_TK.split(size), weights_TK.split(size), strict=True
             )
@@ -179,10 +179,7 @@ class MoE(nn.Module):
         )
         self.shared = None
         if shared_intermediate_size:
-            self.shared = GatedMLP(
-                hidden_size, shared_intermediate_size, bias=False, build=build, is_summed=False
-            )
-            assert build.mesh.role("mlp") == build.mesh.role("experts"), build.mesh
+            self.shared = GatedMLP(hidden_size, shared_intermediate_size, bias=False, build=build)
         self.shared_gate: Tensor | None = None
         if shared_gate:
             self.shared_gate = new_parameter((1, hidden_size), build.dtype, build.device)
@@ -205,10 +202,10 @@ class MoE(nn.Module):
             weights_TK = torch.ones_like(weights_TK)
         y_TD = self.experts(routed_TD, slots_TK, weights_TK)
         if self.shared is not None:
-            wanted = self.shared.input_format(batch.num_tokens)
+            wanted = self.shared.input_format(x_TD.shape[0])
             shared_TD = self.shared(converted(x_TD, wanted), batch)
             y_TD = add_shared(y_TD, shared_TD, x_TD, self.shared_gate)
-        return all_reduce(y_TD, self.experts.ranks)
+        return y_TD
 
 
 def experts_or_mlp(spec: ModelSpec, layer: int, build: LayerContext) -> GatedMLP | MoE:

@@ -1,22 +1,36 @@
-"""What ranks of a role do together. Each is the identity when the role is a single rank."""
+"""What ranks of a role do together. Each is the identity where the role has no process group."""
+
+# T tokens of this rank, S tokens of all ranks, P most tokens of a rank, R ranks, D hidden size
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from penstock.parallel.mesh import SAMPLING_RANK, RoleGroup
+from penstock.parallel.mesh import RoleGroup
+
+# Newer names, whose older ones warn.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _is_alone(role: RoleGroup) -> bool:
+    assert role.group is not None or role.size == 1, f"{role.size} ranks have not met"
+    return role.group is None
 
 
 def all_reduce(x: Tensor, role: RoleGroup) -> Tensor:
     """Sum over the ranks; `x` itself is overwritten and returned."""
-    if role.size > 1:
+    if not _is_alone(role):
         dist.all_reduce(x, group=role.group)
     return x
 
 
 def all_gather(x: Tensor, role: RoleGroup) -> Tensor:
     """Every rank's `x`, contiguous, joined along the last dimension in rank order."""
-    if role.size == 1:
+    if _is_alone(role):
         return x
     parts = [torch.empty_like(x) for _ in range(role.size)]
     dist.all_gather(parts, x, group=role.group)
@@ -24,7 +38,54 @@ def all_gather(x: Tensor, role: RoleGroup) -> Tensor:
 
 
 def broadcast(x: Tensor, role: RoleGroup) -> Tensor:
-    """The sampling rank's `x` on every rank; elsewhere `x` is overwritten and returned."""
-    if role.size > 1:
-        dist.broadcast(x, SAMPLING_RANK, group=role.group)
+    """The first rank's `x` on every rank; elsewhere `x` is overwritten and returned."""
+    if not _is_alone(role):
+        dist.broadcast(x, group=role.group, group_src=0)
     return x
+
+
+def gather_tokens(x_TD: Tensor, role: RoleGroup, counts_R: Sequence[int] | None) -> Tensor:
+    """The tokens of all ranks in rank order, rank r has `counts_R[r]`; None: as many as this one.
+
+    What is sent is padded to the most of them, since every rank sends as much.
+    """
+    if _is_alone(role):
+        return x_TD
+    most = _most(x_TD, role, counts_R)
+    gathered_RPD = x_TD.new_empty(role.size, most, x_TD.shape[1])
+    _gather(gathered_RPD.flatten(0, 1), _padded(x_TD, most), group=role.group)
+    if _is_even(counts_R):
+        return gathered_RPD.flatten(0, 1)
+    assert counts_R is not None
+    return torch.cat([x_PD[:num] for x_PD, num in zip(gathered_RPD, counts_R, strict=True)])
+
+
+def scatter_sums(y_SD: Tensor, role: RoleGroup, counts_R: Sequence[int] | None) -> Tensor:
+    """The way back: the sum over the ranks, of this rank's own tokens."""
+    if _is_alone(role):
+        return y_SD
+    if _is_even(counts_R):
+        sent_SD, num_own = y_SD, y_SD.shape[0] // role.size
+    else:
+        assert counts_R is not None
+        most, num_own = max(counts_R), counts_R[role.rank]
+        sent_SD = torch.cat([_padded(y_TD, most) for y_TD in y_SD.split(list(counts_R))])
+    sum_PD = y_SD.new_empty(sent_SD.shape[0] // role.size, y_SD.shape[1])
+    _reduce_scatter(sum_PD, sent_SD.contiguous(), group=role.group)
+    return sum_PD[:num_own]
+
+
+def _most(x_TD: Tensor, role: RoleGroup, counts_R: Sequence[int] | None) -> int:
+    if counts_R is None:
+        return x_TD.shape[0]
+    assert counts_R[role.rank] == x_TD.shape[0], (counts_R, role.rank, x_TD.shape)
+    return max(counts_R)
+
+
+def _is_even(counts_R: Sequence[int] | None) -> bool:
+    return counts_R is None or len(set(counts_R)) == 1
+
+
+def _padded(x_TD: Tensor, num_tokens: int) -> Tensor:
+    missing = num_tokens - x_TD.shape[0]
+    return pad(x_TD, (0, 0, 0, missing)) if missing else x_TD.contiguous()

@@ -1,25 +1,35 @@
-"""`RankMesh`: which ranks work together in which role. Starts and ends the process group.
+"""`RankMesh`: one rank's place in the mesh of named axes. Starts and ends the process groups.
 
-Layers ask for a role ("attention", "mlp", "experts", "vocab"), never for tensor parallelism. Today
-every role spans all ranks of the engine.
+Layers ask for a role, never for tensor parallelism; a role is a set of axes. Attention and the
+vocabulary are sharded over tp. MLPs and experts are sharded over all ranks of a stage: where these
+have other tokens (dp), the tokens of all come together in front of an MLP and part behind it.
 """
 
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-ROLES = ("attention", "mlp", "experts", "vocab")
-SAMPLING_RANK = 0
+from penstock.types.mesh import ATTENTION_AXES, EXPERT_AXES, MeshShape
+
+ROLES = {
+    "attention": ("tp",),
+    "vocab": ("tp",),
+    "mlp": ATTENTION_AXES,
+    "experts": EXPERT_AXES,
+    "tokens": ("dp",),  # ranks with tokens of their own
+}
+_SENDING = ("attention", "vocab", "tokens")  # roles whose ranks send each other anything
 _START_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleGroup:
-    """The ranks that share the work of one role; `group` is None when it is a single rank."""
+    """The ranks that share the work of one role; `group` is None when nothing is sent."""
 
     size: int
     rank: int
@@ -29,19 +39,37 @@ class RoleGroup:
 @dataclass(frozen=True, slots=True)
 class RankMesh:
     rank: int
-    size: int
+    shape: MeshShape
     roles: dict[str, RoleGroup]
 
     @classmethod
     def single(cls) -> "RankMesh":
-        return cls(0, 1, dict.fromkeys(ROLES, RoleGroup(1, 0)))
+        return cls.place(0, MeshShape())
 
     @classmethod
-    def create(cls, rank: int, size: int, init_address: str, device: torch.device) -> "RankMesh":
-        """Meet the other ranks at `init_address` ("host:port"); returns when all are there."""
-        assert 0 <= rank < size, (rank, size)
-        if size == 1:
-            return cls.single()
+    def place(cls, rank: int, shape: MeshShape) -> "RankMesh":
+        """Where `rank` is and what it holds, without the processes of the others."""
+        groups = {role: shape.group(axes, rank) for role, axes in ROLES.items()}
+        roles = {role: RoleGroup(len(own), own.index(rank)) for role, own in groups.items()}
+        return cls(rank, shape, roles)
+
+    @classmethod
+    def create(
+        cls,
+        rank: int,
+        shape: MeshShape,
+        init_address: str,
+        device: torch.device,
+        lone_roles: Collection[str] = (),
+    ) -> "RankMesh":
+        """Meet the other ranks at `init_address` ("host:port"); returns when all are there.
+
+        `lone_roles`: roles that go through a process group even where it is a single rank: so one
+        GPU runs what several would launch.
+        """
+        mesh = cls.place(rank, shape)
+        if shape.size == 1 and not lone_roles:
+            return mesh
         on_gpu = device.type == "cuda"
         if not on_gpu and sys.platform == "linux":
             # CPU ranks share one machine; otherwise gloo resolves its host name, which may fail.
@@ -50,20 +78,46 @@ class RankMesh:
             "nccl" if on_gpu else "gloo",
             init_method=f"tcp://{init_address}",
             rank=rank,
-            world_size=size,
+            world_size=shape.size,
             timeout=_START_TIMEOUT,
             device_id=device if on_gpu else None,
         )
-        return cls(rank, size, dict.fromkeys(ROLES, RoleGroup(size, rank, dist.group.WORLD)))
+        return cls(rank, shape, mesh.roles | _meet(mesh, lone_roles))
 
     @property
     def is_sampling_rank(self) -> bool:
-        """Whether this rank chooses the tokens; the others receive them."""
-        return self.rank == SAMPLING_RANK
+        """Whether this rank chooses tokens; those it shares attention with receive them."""
+        return self.shape.is_sampling_rank(self.rank)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coordinate("pp") == self.shape.pp - 1
 
     def role(self, name: str) -> RoleGroup:
         return self.roles[name]
 
+    def coordinate(self, axis: str) -> int:
+        return self.shape.coordinate(axis, self.rank)
+
     def close(self) -> None:
-        if self.size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(mesh: RankMesh, lone_roles: Collection[str]) -> dict[str, RoleGroup]:
+    """The roles that send, with their process groups; every rank makes all of them, in order."""
+    made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    found = {}
+    for role in _SENDING:
+        own = mesh.role(role)
+        if own.size == 1 and role not in lone_roles:
+            continue
+        axes = ROLES[role]
+        if axes not in made:
+            made[axes] = dist.group.WORLD
+            if own.size < mesh.shape.size:
+                made[axes], _ = dist.new_subgroups_by_enumeration(
+                    [list(ranks) for ranks in mesh.shape.groups(axes)]
+                )
+        found[role] = RoleGroup(own.size, own.rank, made[axes])
+    return found

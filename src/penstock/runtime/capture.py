@@ -36,7 +36,7 @@ def capture_graphs(
         graphs.capture(pool)
         runner.capture_drafter(pool, config, max_kv_len)
         runner.use_graphs(graphs, mixed)
-        if config.tp_size == 1:  # ranks would have to capture at the same time
+        if config.mesh.size == 1:  # ranks would have to capture at the same time
             runner.when_idle = IdleCapture(mixed).turn
         taken = torch.cuda.memory_reserved() - before
     _log.info("graphs took %.2f GiB, %.2f GiB were planned", taken / 2**30, planned_bytes / 2**30)

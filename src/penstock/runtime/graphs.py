@@ -141,10 +141,13 @@ class DecodeGraphs:
     def takes_drafts(self) -> bool:
         return self._rows.decode_width > 1
 
-    def replay(self, rows: Int32s, offsets: Int32s | None = None) -> Outputs:
-        """`offsets`: how far each token is behind its row's last one; None: not at all."""
-        size = self._padded(len(rows))
-        assert size is not None
+    def replay(
+        self, rows: Int32s, offsets: Int32s | None = None, num_entries: int | None = None
+    ) -> Outputs:
+        """`offsets`: how far each token is behind its row's last one; None: not at all.
+        `num_entries`: of the rank with most, all ranks replay the same graph; None: as many."""
+        size = self._padded(len(rows) if num_entries is None else num_entries)
+        assert size is not None and len(rows) <= size, (len(rows), size)
         padded = np.zeros((self._rows.decode_width, size), np.int32)
         padded[0] = self._rows.padding_row
         padded[0, : len(rows)] = rows

@@ -132,6 +132,10 @@ class Rows:
             self._prefill_ids[join.row] = join.token_ids
         for field in self._fields:
             field.join(plan.joins)
+        if plan.last_tokens is not None and plan.num_decodes:
+            fed = [plan.rows[: plan.num_decodes], plan.last_tokens]
+            rows, token_ids = all_to_device(fed, self.device)
+            self.accept(rows.long(), token_ids.long())
         growth = plan.growth
         for group, table_RM in enumerate(self.block_tables):
             own = growth.groups == group

@@ -25,7 +25,7 @@ def measure_costs(runner: ModelRunner, config: RunConfig) -> StepCosts | None:
     columns: tuple[list[float], ...] = ([], [], [])
     until = time.monotonic() + _MOST_S
     for num in _DECODES:
-        is_late = config.tp_size == 1 and time.monotonic() > until
+        is_late = config.mesh.size == 1 and time.monotonic() > until
         if num > fitting or (is_late and decodes):
             break
         rows = np.arange(num, dtype=np.int32)

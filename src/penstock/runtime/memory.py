@@ -184,7 +184,9 @@ def cpu_activations(config: RunConfig, spec: ModelSpec) -> int:
     logits = spec.vocab_size * max(rows * (size + 32), _SCORED_AT_ONCE * (size + 16))
     seen = rows * spec.vocab_size * 5  # tokens that penalties count
     stream = 4 * size * tokens * spec.hidden_size
-    peak = (stream + max(attention, mlp, logits)) // config.tp_size + seen
+    # Of an MLP a rank has a shard, which the tokens of all data-parallel ranks go through.
+    gathered = 2 * (config.mesh.dp - 1) * size * tokens * spec.hidden_size
+    peak = (stream + max(attention, mlp, logits)) // config.mesh.tp + gathered + seen
     return peak + peak // 8 + _LIBRARY_BYTES  # an eighth lies between what is in use
 
 

@@ -9,7 +9,7 @@ from penstock.config.run import RunConfig
 from penstock.runtime.graphs import Captured, GraphPool, GraphStep, Outputs
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.step_layout import MAX_CHUNKS, StepShape
-from penstock.types.step import StepPlan
+from penstock.types.step import StepLoad, StepPlan
 
 
 def shapes_at_start(config: RunConfig) -> list[StepShape]:
@@ -66,19 +66,16 @@ class MixedGraphs:
         known = {**self._captured, shape: captured}
         self._captured = dict(sorted(known.items(), key=lambda item: _size(item[0])))
 
-    def fits(self, plan: StepPlan) -> bool:
-        num_decodes = plan.num_decodes
-        if plan.num_entries - num_decodes > MAX_CHUNKS:
+    def fits(self, load: StepLoad) -> bool:
+        if load.is_eager or load.num_chunks > MAX_CHUNKS:
             return False
-        if (plan.num_tokens[:num_decodes] != 1).any():
+        if self._max_prefix is not None and load.longest_prefix > self._max_prefix:
             return False
-        starts = plan.starts[num_decodes:]
-        if self._max_prefix is not None and int(starts.max(initial=0)) > self._max_prefix:
-            return False
-        return self._shape_of(plan) is not None
+        return self._shape_of(load) is not None
 
-    def replay(self, plan: StepPlan) -> Outputs:
-        shape = self._shape_of(plan)
+    def replay(self, plan: StepPlan, load: StepLoad) -> Outputs:
+        """`load`: of the rank with most, all ranks replay the same graph."""
+        shape = self._shape_of(load)
         assert shape is not None, plan
         packed = shape.pack(plan, self._rows.padding_row, self._rows.prefill_ids)
         logits_NV, kv_lens_N, rows_N, hidden_TE = self._captured[shape].replay(packed)
@@ -89,11 +86,9 @@ class MixedGraphs:
         num_logits = int((plan.num_logit_rows > 0).sum())
         return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits], hidden_TE
 
-    def _shape_of(self, plan: StepPlan) -> StepShape | None:
-        num_decodes = plan.num_decodes
-        num_prompt_tokens = int(plan.num_tokens.sum()) - num_decodes
-        fitting = (s for s in self._captured if s.holds(num_decodes, num_prompt_tokens))
-        return next(fitting, None)
+    def _shape_of(self, load: StepLoad) -> StepShape | None:
+        sizes = load.num_decodes, load.num_prompt_tokens
+        return next((shape for shape in self._captured if shape.holds(*sizes)), None)
 
 
 def _size(shape: StepShape) -> tuple[int, int]:

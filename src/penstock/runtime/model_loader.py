@@ -129,9 +129,7 @@ def _empty_model(
     schemes = choose_schemes(
         spec.quantization, path, dtype, device, by_reference, config.quantization
     )
-    experts = ExpertsContext(
-        by_reference=by_reference, max_tokens=config.moe_max_tokens, ep_size=config.ep_size
-    )
+    experts = ExpertsContext(by_reference=by_reference, max_tokens=config.moe_max_tokens)
     backend, cache_dtype = get_backend(config.attention_backend), getattr(torch, config.kv_dtype)
     return build_model(
         spec,

@@ -193,12 +193,14 @@ class ModelRunner:
         self._scorer.join(plan.joins)
         self._pooler.join(plan.joins)
         self._kv.apply(plan.cache_ops)
-        if plan.has_drafts:
+        if (replayed := self._replay(plan)) is not None:
+            forwarded = replayed
+        elif not plan.num_entries:
+            forwarded = self._padding(plan)
+        elif plan.has_drafts:
             forwarded = self._drafted(plan)
         elif plan.num_decodes < plan.num_entries:
-            forwarded = self._chunks(plan)
-        elif self._graphs is not None and self._graphs.fits(plan.num_entries):
-            forwarded = self._replayed(plan, plan.rows, self._graphs.replay(plan.rows))
+            forwarded = self._run(plan, self._rows.build(plan))
         else:
             longest = int(plan.max_kv_lens.max())
             forwarded = self._decode(plan, self._rows.build_decode(plan.rows, longest))
@@ -208,12 +210,21 @@ class ModelRunner:
         if self._drafter is not None:
             self._drafter.join(plan.joins)
 
-    def _chunks(self, plan: StepPlan) -> _Forwarded:
-        graphs = self._mixed_graphs
-        reads_states = self._scorer.is_asked(plan) or self._pooler.is_asked(plan)
-        if graphs is None or not graphs.fits(plan) or reads_states:
-            return self._run(plan, self._rows.build(plan))
-        return self._replayed_mix(plan, plan, graphs.replay(plan))
+    def _replay(self, plan: StepPlan) -> _Forwarded | None:
+        """By the graph that takes the step, here and on the ranks that run it with this one."""
+        graphs, mixed = self._graphs, self._mixed_graphs
+        if graphs is None and mixed is None:
+            return None
+        load = plan.load
+        if load.num_chunks:
+            reads_states = self._scorer.is_asked(plan) or self._pooler.is_asked(plan)
+            if mixed is None or not mixed.fits(load) or reads_states:
+                return None
+            return self._replayed_mix(plan, plan, mixed.replay(plan, load))
+        if graphs is None or load.is_eager or not graphs.fits(load.num_decodes):
+            return None
+        outputs = graphs.replay(plan.rows, num_entries=load.num_decodes)
+        return self._replayed(plan, plan.rows, outputs)
 
     def _replayed_mix(
         self, plan: StepPlan, tokens: StepPlan, outputs: Outputs, drafted: DraftedRows | None = None
@@ -254,7 +265,8 @@ class ModelRunner:
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
         graphs, mixed = self._graphs, self._mixed_graphs
-        if graphs is not None and graphs.takes_drafts:
+        # Ranks do not agree on graphs of drafts.
+        if graphs is not None and graphs.takes_drafts and plan.peers is None:
             drafted = self._rows.drafted_rows(plan)
             if plan.num_decodes == plan.num_entries:
                 rows, offsets = fed_tokens(plan)
@@ -263,8 +275,9 @@ class ModelRunner:
                     return self._replayed(plan, rows, outputs, offsets, drafted)
             elif mixed is not None and not self._scorer.is_asked(plan):
                 tokens = by_token(plan)
-                if mixed.fits(tokens):
-                    return self._replayed_mix(plan, tokens, mixed.replay(tokens), drafted)
+                if mixed.fits(tokens.load):
+                    outputs = mixed.replay(tokens, tokens.load)
+                    return self._replayed_mix(plan, tokens, outputs, drafted)
         inputs = self._rows.build_drafted(plan)
         if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
             return self._run(plan, inputs)
@@ -285,15 +298,27 @@ class ModelRunner:
             inputs.drafted,
         )
 
+    def _padding(self, plan: StepPlan) -> _Forwarded:
+        """A step of other ranks, whose layers need this one, too."""
+        padding = np.array([self._rows.padding_row], np.int32)
+        inputs = self._rows.build_decode(padding, 1)
+        inputs.rows, inputs.rows_L = plan.rows, inputs.rows_L[:0]
+        return self._run(plan, inputs)
+
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
+        if plan.peers is not None:
+            inputs.batch.rank_tokens = plan.peers.num_tokens
         hidden_TD, hidden_TE = self._hidden(inputs.batch)
-        fed = None
+        scores = pooled = fed = None
         if hidden_TE is not None:
             fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L)
-        scores = self._scorer.score(plan, hidden_TD)
+        if self._mesh.is_last_stage:
+            scores = self._scorer.score(plan, hidden_TD)
         if inputs.logit_index_L is not None:
             hidden_TD = hidden_TD[inputs.logit_index_L]
         logits_LV = self._model.logits(hidden_TD) if len(inputs.rows) else hidden_TD
+        if self._mesh.is_last_stage:
+            pooled = self._pooler.pool(plan, hidden_TD, logits_LV)
         return _Forwarded(
             plan,
             logits_LV,
@@ -303,7 +328,7 @@ class ModelRunner:
             scores,
             RanAs.EAGER,
             inputs.drafted,
-            self._pooler.pool(plan, hidden_TD, logits_LV),
+            pooled,
             fed,
         )
 
@@ -317,7 +342,7 @@ class ModelRunner:
         step = self._forwarded.pop(step_id)
         drawn_2L, logprobs = step.rows_L.new_zeros(2, len(step.rows_L)), None
         num_accepted_N = drafts_NK = None
-        if len(step.rows):
+        if len(step.rows) and self._mesh.is_last_stage:
             if self._mesh.is_sampling_rank:
                 sampled = self._sampler.sample(
                     step.logits_LV, step.rows, step.rows_L, step.kv_lens_L, late, step.drafted

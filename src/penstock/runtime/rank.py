@@ -87,7 +87,7 @@ def _plan_memory(
             weights=weights,
             activations=cpu_activations(config, spec),
             # The pages of fields are taken when they are written.
-            free=available_bytes() // (config.tp_size * config.dp_size)
+            free=available_bytes() // (config.mesh.size * config.num_replicas)
             - sum(field.num_bytes for field in fields),
             groups=groups,
             process=process,
@@ -168,7 +168,7 @@ def finish_rank(
             planned = loaded.memory.graphs
             capture_graphs(runner, rows, loaded.model, config, longest, planned, timeline)
         triton_cache.report_compilations()
-    elif config.tp_size == 1:
+    elif config.mesh.size == 1:
         runner.use_cpu_graphs(longest)
     if config.drafting is not None and config.drafting.is_adaptive:
         with timeline.phase("measure steps"):

@@ -12,10 +12,11 @@ from penstock.config.run import RunConfig
 from penstock.errors import BackendError
 from penstock.ipc import channel
 from penstock.ipc.address import address
-from penstock.ipc.messages import FromRank, RankCache, RankFailed, RankReady, Stop
+from penstock.ipc.messages import FromRank, RankCache, RankFailed, RankReady, RankResult, Stop
 from penstock.ipc.process import Child
 from penstock.runtime.worker import WorkerTask
 from penstock.types.cache_spec import CacheSize
+from penstock.types.step import StepResult
 
 _log = log.get(__name__)
 
@@ -33,8 +34,11 @@ class RankGroup:
         self._inbox = channel.Receiver(address(socket_folder, "rank0"), FromRank)
         self.meeting_point = f"127.0.0.1:{_free_port()}"
         self.senders: list[channel.Sender] = []
+        self._is_stopping = False
+        self._num_sampling = sum(map(config.mesh.is_sampling_rank, range(1, config.mesh.size)))
         self._children: list[Child] = []
-        for rank in range(1, config.tp_size):
+        self._results: dict[int, dict[int, StepResult]] = {}  # by step and rank, until asked for
+        for rank in range(1, config.mesh.size):
             own = address(socket_folder, f"rank{rank}")
             task = WorkerTask(
                 rank=rank,
@@ -56,6 +60,8 @@ class RankGroup:
             self.senders.append(channel.Sender(own))
 
     def _on_exit(self, rank: int, code: int) -> None:
+        if self._is_stopping:
+            return
         # Gone in the middle of collectives: rank 0 may hang in one and cannot say goodbye.
         _log.critical("rank %d ended with code %d; the engine cannot go on", rank, code)
         os._exit(1)
@@ -74,7 +80,19 @@ class RankGroup:
             sender.send(RankCache(cache=cache))
         return cache, weights
 
+    def results(self, step_id: int) -> list[StepResult]:
+        """What every further rank that samples found, in their order; waits for them."""
+        while len(self._results.setdefault(step_id, {})) < self._num_sampling:
+            match self._inbox.receive(timeout_ms=-1):
+                case RankResult(rank=rank, result=result):
+                    self._results.setdefault(result.step_id, {})[rank] = result
+                case RankFailed(rank=rank, message=message):
+                    raise BackendError(f"rank {rank}: {message}")
+        found = self._results.pop(step_id)
+        return [found[rank] for rank in sorted(found)]
+
     def stop(self) -> None:
+        self._is_stopping = True
         for sender in self.senders:
             sender.send(Stop())
         for child in self._children:

@@ -82,6 +82,8 @@ def warm_up_sampling(
     model: Decoder, mesh: RankMesh, device: torch.device, config: RunConfig, spec: ModelSpec
 ) -> None:
     """Every combination of sampling kernels once."""
+    if not mesh.is_last_stage:
+        return
     dtype = getattr(torch, config.dtype)
     logits_LV = model.logits(torch.zeros(2, spec.hidden_size, dtype=dtype, device=device))
     if not mesh.is_sampling_rank:

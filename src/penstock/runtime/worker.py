@@ -1,11 +1,14 @@
-"""A rank other than 0: loads its shard, then runs every plan it is sent, in order.
+"""A rank other than 0: loads its shard, then runs every plan it is sent, in order. One that
+chooses tokens sends back what it found.
 
 Started by rank 0 as `python -m penstock.runtime.worker`; the same messages will carry plans to
 ranks on other machines.
 """
 
 import os
+import queue
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,22 @@ import msgspec
 from penstock import log
 from penstock.config.run import RunConfig
 from penstock.ipc.channel import Receiver, Sender
-from penstock.ipc.messages import Forward, RankCache, RankFailed, RankReady, Sample, Stop, ToRank
+from penstock.ipc.messages import (
+    Forward,
+    RankCache,
+    RankFailed,
+    RankReady,
+    RankResult,
+    Sample,
+    Stop,
+    ToRank,
+)
 from penstock.ipc.process import on_parent_exit, read_task
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.runtime.memory import fitted
 from penstock.runtime.model_loader import rank_device
+from penstock.runtime.model_runner import DeviceStep
 from penstock.runtime.rank import finish_rank, load_rank
 from penstock.runtime.timeline import Timeline
 
@@ -36,6 +49,29 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str | None
 
 
+class ResultThread:
+    """Waits for steps in order and tells rank 0: the rank itself launches the next one meanwhile.
+    No more steps are under way than rank 0 has in flight."""
+
+    def __init__(self, task: WorkerTask) -> None:
+        self._task = task
+        self._steps: queue.SimpleQueue[DeviceStep] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="results", daemon=True).start()
+
+    def put(self, step: DeviceStep) -> None:
+        self._steps.put(step)
+
+    def _run(self) -> None:
+        rank0 = Sender(self._task.rank0_address)  # a socket belongs to one thread
+        try:
+            while True:
+                result = self._steps.get().wait()
+                rank0.send(RankResult(rank=self._task.rank, result=result))
+        except Exception:
+            log.get(__name__).exception("rank %d failed", self._task.rank)
+            os._exit(1)  # rank 0 sees it
+
+
 def run(task: WorkerTask) -> None:
     config = task.config
     timeline = Timeline()
@@ -43,12 +79,13 @@ def run(task: WorkerTask) -> None:
     rank0 = Sender(task.rank0_address)
     try:
         device = rank_device(config, task.rank)
-        mesh = RankMesh.create(task.rank, config.tp_size, task.meeting_point, device)
+        mesh = RankMesh.create(task.rank, config.mesh, task.meeting_point, device)
         spec = parse_model_spec(Path(config.model_path), task.model_kwargs)
         loaded = load_rank(config, spec, mesh, timeline)
         memory = loaded.memory
         rank0.send(RankReady(rank=task.rank, cache=memory.size, weight_bytes=memory.weights))
         runner = None
+        results = ResultThread(task) if mesh.is_sampling_rank else None
         while True:
             match inbox.receive(timeout_ms=-1):
                 case RankCache(cache=cache):
@@ -59,7 +96,9 @@ def run(task: WorkerTask) -> None:
                     runner.forward(plan)
                 case Sample(step_id=step_id, late=late):
                     assert runner is not None
-                    runner.sample(step_id, late)
+                    step = runner.sample(step_id, late)
+                    if results is not None:
+                        results.put(step)
                 case Stop():
                     mesh.close()
                     return

@@ -99,7 +99,7 @@ def _device(info: EngineInfo) -> str:
     parts = (
         f"CPU ({info.device})" if is_cpu else info.device,
         info.config.get("dtype"),
-        f"{info.config['tp_size']} ranks" if info.config.get("tp_size", 1) > 1 else None,
+        f"{num_ranks} ranks" if (num_ranks := len(info.rank_weight_bytes)) > 1 else None,
         f"{threads} thread{'s' if threads > 1 else ''}" if threads else None,
     )
     return ", ".join(part for part in parts if part)

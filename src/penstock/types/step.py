@@ -81,6 +81,25 @@ class BlockGrowth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoad:
+    """By which the graph of a step is chosen."""
+
+    num_decodes: int
+    num_chunks: int
+    num_prompt_tokens: int
+    longest_prefix: int  # tokens before a chunk
+    is_eager: bool  # no graph takes it, for another reason than its size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLoads:
+    """What the data-parallel ranks of a step run, each its own entries."""
+
+    num_tokens: tuple[int, ...]  # of each rank; one without entries runs a padding token
+    most: StepLoad  # of each number the largest: all ranks replay the same graph, or none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What the device does next, in this order: joins, block growth, cache operations, forward,
     sample.
@@ -106,6 +125,9 @@ class StepPlan:
     num_decodes: int
     needs_late_inputs: bool  # sample() must wait until every earlier step has been committed
     max_drafts: int | None = None  # tokens to draft behind each row, at most; None: as many as fit
+    peers: PeerLoads | None = None  # where this is one rank's part of a plan
+    # Of the decodes: what they feed, where the rank that has the rows does not sample for them.
+    last_tokens: Int32s | None = None
 
     @property
     def num_entries(self) -> int:
@@ -121,6 +143,25 @@ class StepPlan:
     @property
     def has_drafts(self) -> bool:
         return bool((self.num_tokens[: self.num_decodes] > 1).any())
+
+    @property
+    def load(self) -> StepLoad:
+        """Of this rank; with peers, of the busiest of them."""
+        if self.peers is not None:
+            return self.peers.most
+        num_decodes, num_entries = self.num_decodes, self.num_entries
+        if num_decodes == num_entries:
+            num_prompt_tokens = longest_prefix = 0
+        else:
+            num_prompt_tokens = int(self.num_tokens[num_decodes:].sum())
+            longest_prefix = int(self.starts[num_decodes:].max())
+        return StepLoad(
+            num_decodes=num_decodes,
+            num_chunks=num_entries - num_decodes,
+            num_prompt_tokens=num_prompt_tokens,
+            longest_prefix=longest_prefix,
+            is_eager=self.has_drafts,
+        )
 
 
 def _no_positions() -> Int32s:

@@ -18,6 +18,7 @@ from penstock.errors import ConfigError
 from penstock.parallel.mesh import RankMesh
 from penstock.parallel.parameter import PlacedParameter, UnreadParameter
 from penstock.parallel.shard import Piece
+from penstock.parallel.stages import is_elsewhere
 from penstock.quantization.quant_config import FP8_CACHE
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import Rules, Target
@@ -74,7 +75,7 @@ def load_weights(
         if target is None or target.parameter in shared:  # tied: its other name fills it
             continue
         if target not in waiting or target.parameter in not_ours:
-            if not rules.is_spare(name):
+            if not (rules.is_spare(name) or is_elsewhere(model, target.parameter)):
                 unexpected[tensor.name] = None
             num_left += target in waiting
             continue

@@ -271,9 +271,9 @@ def test_without_arguments_the_help_is_shown(capsys, entry):
 
 
 def test_warnings_reach_the_log(served, capsys):
-    assert call(trtllm_serve, "m", "--pp_size", "4", "--backend", "trt") == 0
+    assert call(trtllm_serve, "m", "--gpus_per_node", "4", "--backend", "trt") == 0
     lines = [line.split(" is ignored: ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert [line.split()[-1] for line in lines] == ["--backend", "pipeline_parallel_size"]
+    assert [line.split()[-1] for line in lines] == ["--backend", "gpus_per_node"]
 
 
 def test_other_commands_get_their_arguments(monkeypatch):

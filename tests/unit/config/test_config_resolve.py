@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from penstock.config.resolve import resolve
+from penstock.config.run import PromptBalance
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
+from penstock.types.mesh import MeshShape
 from penstock.types.model_spec import (
     DeltaSpec,
     LatentSpec,
@@ -178,7 +180,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_way_out():
 
 def test_ranks_on_a_cpu_run_when_asked_for_and_share_the_cores():
     config = run(CPU, tensor_parallel_size=2, device="cpu")
-    assert (config.tp_size, config.num_threads) == (2, 8)
+    assert (config.mesh.tp, config.num_threads) == (2, 8)
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(3, 8, 2), (4, 12, 6)])
@@ -190,7 +192,7 @@ def test_ranks_must_divide_the_heads(size, heads, kv_heads):
 
 def test_kv_heads_may_be_fewer_than_ranks():
     spec = make_spec(num_heads=8, num_kv_heads=2)
-    assert run(make_device(num_devices=8), spec, tensor_parallel_size=8).tp_size == 8
+    assert run(make_device(num_devices=8), spec, tensor_parallel_size=8).mesh.tp == 8
 
 
 def test_sequence_length_beyond_the_model_is_lowered_with_a_reason():
@@ -455,16 +457,16 @@ def test_a_model_without_experts_has_no_expert_backend():
 )
 def test_ranks_fall_into_sets_of_experts(asked, expected, why):
     config = run(EIGHT_GPUS, make_spec(moe=EXPERTS), tensor_parallel_size=8, **asked)
-    assert config.ep_size == expected
-    assert reason(config, "ep_size").startswith(why)
+    assert config.mesh.ep == expected
+    assert reason(config, "mesh").startswith(f"set by tensor_parallel_size; {why}")
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"ep_size": 3}, "3 times moe_tensor_parallel_size 2 is not 8, the tensor_parallel_size"),
-        ({"ep_size": 16}, "16 times moe_tensor_parallel_size 1 is not 8"),
-        ({"ep_size": 2, "moe_tensor_parallel_size": 2}, "2 times moe_tensor_parallel_size 2 is"),
+        ({"ep_size": 3}, "3 x moe_tensor_parallel_size 2 = 6 ranks, but tensor_parallel_size is 8"),
+        ({"ep_size": 16}, "16 x moe_tensor_parallel_size 1 = 16 ranks, but"),
+        ({"ep_size": 2, "moe_tensor_parallel_size": 2}, "2 x moe_tensor_parallel_size 2 = 4 ranks"),
         ({"ep_size": 8}, "is 8, but there are 4 experts; use a smaller one"),
     ],
 )
@@ -476,8 +478,78 @@ def test_sets_that_ranks_cannot_fall_into_are_refused(asked, message):
 
 def test_a_model_without_experts_has_one_set_and_it_is_said():
     config = run(EIGHT_GPUS, tensor_parallel_size=8, ep_size=4)
-    assert config.ep_size == 1
-    assert reason(config, "ep_size") == "the model has no experts"
+    assert config.mesh.ep == 1
+    assert reason(config, "mesh").endswith("; the model has no experts")
+
+
+def test_attention_dp_gives_every_rank_its_own_requests():
+    asked = {"enable_balance": True, "batching_wait_iters": 50, "timeout_iters": 1}
+    spec = make_spec(moe=EXPERTS, num_heads=6, num_kv_heads=3)  # which 8 ranks could not share
+    config = run(
+        EIGHT_GPUS, spec, tensor_parallel_size=8, ep_size=8, enable_attention_dp=True,
+        attention_dp_config=asked,
+    )  # fmt: skip
+    assert config.mesh == MeshShape(dp=8, ep=8)
+    assert reason(config, "mesh").startswith("enable_attention_dp gives each of tensor_parallel")
+    assert config.balance == PromptBalance(batching_wait=50, timeout=1)
+    shared = run(EIGHT_GPUS, make_spec(), tensor_parallel_size=8, attention_dp_config=asked)
+    assert shared.balance is None
+
+
+def test_a_rank_with_its_own_requests_caches_all_heads():
+    whole, shared, own = (
+        run(CPU, device="cpu", **settings)
+        for settings in ({}, {"tensor_parallel_size": 2},
+                         {"tensor_parallel_size": 2, "enable_attention_dp": True})
+    )  # fmt: skip
+    assert own.kv_cpu_bytes == whole.kv_cpu_bytes and own.max_seq_len == whole.max_seq_len
+    assert shared.mesh == MeshShape(tp=2) and own.mesh == MeshShape(dp=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"tensor_parallel_size": 2, "enable_attention_dp": True}, "enable_attention_dp"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ],
+)
+def test_adapters_are_refused_where_tokens_or_layers_are_elsewhere(asked, name):
+    with pytest.raises(ConfigError, match=rf"\(lora_config\) and {name} cannot be combined yet"):
+        run(EIGHT_GPUS, enable_lora=True, **asked)
+    assert run(EIGHT_GPUS, enable_lora=True, tensor_parallel_size=2).lora is not None
+
+
+def test_drafts_of_a_model_are_refused_where_ranks_have_their_own_requests():
+    asked = {"speculative_config": {"decoding_type": "MTP", "max_draft_len": 1}}
+    spec = make_spec(num_nextn_predict_layers=1)
+    with pytest.raises(ConfigError, match="with 2 ranks and a speculative_config whose drafts"):
+        run(EIGHT_GPUS, spec, tensor_parallel_size=2, enable_attention_dp=True, **asked)
+    assert run(EIGHT_GPUS, spec, enable_attention_dp=True, **asked).drafting is not None
+
+
+def test_stages_have_a_step_each_and_ranks_of_their_own():
+    config = run(EIGHT_GPUS, tensor_parallel_size=4, pipeline_parallel_size=2)
+    assert config.mesh == MeshShape(pp=2, tp=4) and config.depth == 3
+    assert config.graph_batch_sizes == ()
+    assert run(CPU, device="cpu", pp_size=2).depth == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tp_size": 8, "pp_size": 2},
+         "tensor_parallel_size 8 x pipeline_parallel_size 2 = 16 ranks, but there are 8 GPUs"),
+        ({"pp_size": 5}, "pipeline_parallel_size is 5, but the model has 4 layers"),
+        ({"pp_size": 2, "speculative_config": {"decoding_type": "NGram", "max_draft_len": 2}},
+         "pipeline_parallel_size 2 and speculative_config cannot be combined yet"),
+        ({"pp_size": 4}, "of 4 layers stage 0 has 1, which do not have all kinds of cache"),
+    ],
+)  # fmt: skip
+def test_stages_that_cannot_be_are_refused(asked, message):
+    spec = make_spec(num_layers=4, layer_windows=(16, None, 16, None))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run(EIGHT_GPUS, spec, **asked)
+    assert run(EIGHT_GPUS, spec, pp_size=2).mesh.pp == 2
 
 
 DELTA = DeltaSpec(

@@ -1,6 +1,7 @@
 """`EngineConfig`: bounds, names, and messages that say what is wrong and what to do."""
 
 import logging
+import re
 
 import pytest
 from hypothesis import given
@@ -237,7 +238,6 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING):
         config = EngineConfig(
-            enable_attention_dp=True,
             moe_config={"backend": "WIDEEP", "load_balancer": {"num_slots": 288}},
             kv_cache_config={"dtype": "nvfp4", "event_buffer_max_size": 10},
             trust_remote_code=True,
@@ -245,7 +245,6 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
         )
     starts = [line.partition(" is ignored: ")[0] for line in caplog.messages]
     assert starts == [
-        "enable_attention_dp",
         "moe_config.load_balancer",
         "kv_cache_config.dtype: nvfp4",
         "kv_cache_config.event_buffer_max_size",
@@ -254,6 +253,40 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
     ]
     assert all(line.partition(" is ignored: ")[2] for line in caplog.messages)
     assert config.kv_cache_config == KvCacheConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp_size": 2, "cp_size": 4},
+         "context_parallel_size is 4, and tensor_parallel_size 2 x 4 = 8 ranks:"),
+        ({"ep_size": 4, "moe_cluster_parallel_size": 2},
+         "moe_cluster_parallel_size is 2, and tensor_parallel_size 4 x 2 = 8 ranks:"),
+        ({"enable_lm_head_tp_in_adp": True}, "enable_lm_head_tp_in_adp cannot be used: with att"),
+        ({"attention_dp_config": {"enable_kv_cache_aware_routing": True}},
+         "attention_dp_config.enable_kv_cache_aware_routing cannot be used: a request goes to"),
+    ],
+)  # fmt: skip
+def test_sizes_and_strategies_that_are_not_there_are_refused(values, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig(**values)
+    assert EngineConfig(pp_size=1, cp_size=1, moe_cluster_parallel_size=-1).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("values", "num_ranks"),
+    [
+        ({"moe_expert_parallel_size": 8}, 8),
+        ({"moe_expert_parallel_size": 2, "moe_tensor_parallel_size": 4}, 8),
+        ({"moe_expert_parallel_size": 2, "moe_tensor_parallel_size": -1}, 2),
+        ({"moe_expert_parallel_size": 2, "tensor_parallel_size": 4}, 4),
+        ({"moe_tensor_parallel_size": 2}, 1),
+    ],
+)
+def test_sets_of_experts_alone_say_how_many_ranks_there_are(values, num_ranks):
+    config = EngineConfig(**values)
+    assert config.tensor_parallel_size == num_ranks
+    assert EngineConfig(**config.model_dump()) == config
 
 
 @pytest.mark.parametrize(

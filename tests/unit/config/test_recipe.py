@@ -78,7 +78,8 @@ def test_a_recipe_loads(name):
     recipe = recipe_named(name)
     config = EngineConfig.model_validate(recipe.settings)
     assert config.model == recipe.model
-    assert config.tensor_parallel_size == recipe.settings.get("tensor_parallel_size", 1)
+    for size in ("tensor_parallel_size", "pipeline_parallel_size"):
+        assert getattr(config, size) == recipe.settings.get(size, 1)
     assert recipe.about and recipe.gpus[0].isdigit()
 
 

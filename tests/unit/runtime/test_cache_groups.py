@@ -20,7 +20,7 @@ from penstock.types.cache_spec import (
 
 CONFIG = RunConfig(
     model="m", model_path="m", load_format="dummy", dtype="float32", device="cpu", num_threads=1,
-    tp_size=1, max_batch_size=4, max_num_tokens=64, max_seq_len=256, max_queued=100,
+    max_batch_size=4, max_num_tokens=64, max_seq_len=256, max_queued=100,
     chunked_prefill=True, capacity_policy=CapacityPolicy.MAX_UTILIZATION, depth=2,
     tokens_per_block=16, block_reuse=False, partial_reuse=True, kv_dtype="float32",
     kv_max_tokens=None, kv_memory_fraction=0.9, kv_cpu_bytes=1 << 22, attention_backend="sdpa",

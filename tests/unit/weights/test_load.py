@@ -11,7 +11,8 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention.backend import get_backend
 from penstock.models.registry import build_model
 from penstock.models.spec import parse_model_spec
-from penstock.parallel.mesh import RankMesh, RoleGroup
+from penstock.parallel.mesh import RankMesh
+from penstock.types.mesh import MeshShape
 from penstock.weights.load import dummy_weights, load_weights
 from penstock.weights.stream import stream, weight_files
 
@@ -95,10 +96,7 @@ def test_rows_beyond_the_vocabulary_are_zero_and_have_no_logits(tiny):
 
 def test_ranks_hold_consecutive_parts_of_each_tensor(tiny):
     full = load_file(tiny / "model.safetensors")
-    parts = [
-        load(tiny, RankMesh(rank, 2, dict.fromkeys(SINGLE.roles, RoleGroup(2, rank))))
-        for rank in range(2)
-    ]
+    parts = [load(tiny, RankMesh.place(rank, MeshShape(tp=2))) for rank in range(2)]
     gate = [part.layers[0].mlp.gate_up_proj.weight.chunk(2)[0] for part in parts]
     assert torch.equal(torch.cat(gate), full["model.layers.0.mlp.gate_proj.weight"])
     down = [part.layers[0].mlp.down_proj.weight for part in parts]

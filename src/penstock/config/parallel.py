@@ -1,0 +1,64 @@
+"""`attention_dp_config`, and sizes of parallelism that follow from, or rule out, each other."""
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from penstock.config.base import StrictModel, setting
+from penstock.errors import ConfigError
+
+_MISSING = {
+    "context_parallel_size": "a prompt is not split over ranks yet",
+    "moe_cluster_parallel_size": "experts are on the ranks that moe_expert_parallel_size gives "
+    "them; there are no clusters",
+}
+
+
+class AttentionDpConfig(StrictModel):
+    enable_balance: bool = setting(
+        False,
+        "Hold prompts back until every rank can begin one, so that no rank waits in a step for the "
+        "prompts of another.",
+    )
+    batching_wait_iters: int = setting(
+        10,
+        "With enable_balance, once every rank could begin a prompt and has decodes to go on with: "
+        "steps to wait for more prompts.",
+        ge=0,
+        le=100_000,
+    )
+    timeout_iters: int = setting(
+        50,
+        "With enable_balance: the most steps for which a prompt waits until every rank could begin "
+        "one. A rank without decodes waits for nothing.",
+        ge=0,
+        le=100_000,
+    )
+
+
+def with_implied_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of ranks, where only those that share experts are given."""
+    sizes = [values.get(f"moe_{kind}_parallel_size") for kind in ("expert", "tensor")]
+    given = [size for size in sizes if _is_size(size)]
+    if values.get("tensor_parallel_size") is not None or sizes[0] not in given:
+        return dict(values)
+    implied = given[0] * given[1] if len(given) > 1 else given[0]
+    return {**values, "tensor_parallel_size": implied}
+
+
+def check_sizes(values: Mapping[str, Any]) -> None:
+    """Refuse what is not there, with the number of ranks that was asked for."""
+    num_ranks = values.get("tensor_parallel_size")
+    num_ranks = num_ranks if _is_size(num_ranks) else 1
+    for name, reason in _MISSING.items():
+        size = values.get(name)
+        if not _is_size(size) or size == 1:
+            continue
+        raise ConfigError(
+            f"{name} is {size}, and tensor_parallel_size {num_ranks} x {size} = {num_ranks * size} "
+            f"ranks: {reason}; leave {name} out, and set tensor_parallel_size to the number of "
+            "GPUs, or data_parallel_size to that of replicas"
+        )
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,42 @@
+"""`TokenExchange`: around an MLP whose shards lie on more ranks than attention's.
+
+In front of it the tokens of all ranks come together, behind it each rank gets the sums of its own.
+Where all ranks have the same tokens, only the sum is left.
+"""
+
+# T tokens of this rank, S tokens of all ranks that share the MLP, D hidden size
+
+from torch import Tensor
+
+from penstock.kernels.formats import PLAIN, Activation, InputFormat
+from penstock.kernels.forward_batch import ForwardBatch
+from penstock.layers.context import LayerContext
+from penstock.layers.fused_quant import converted
+from penstock.parallel.collectives import all_reduce, gather_tokens, scatter_sums
+
+
+class TokenExchange:
+    def __init__(self, build: LayerContext) -> None:
+        self._tokens = build.mesh.role("tokens")
+        self._ranks = build.mesh.role("attention")
+
+    def num_tokens(self, batch: ForwardBatch) -> int:
+        """That the MLP sees."""
+        if batch.rank_tokens is not None:
+            return sum(batch.rank_tokens)
+        return self._tokens.size * batch.num_tokens
+
+    def sent_as(self, wanted: InputFormat) -> InputFormat:
+        """The form in front of the exchange, for an MLP that wants another one behind it."""
+        return wanted if self._tokens.group is None else PLAIN
+
+    def gather(self, x_TD: Activation, wanted: InputFormat, batch: ForwardBatch) -> Activation:
+        if self._tokens.group is None:
+            return x_TD
+        assert isinstance(x_TD, Tensor)
+        return converted(gather_tokens(x_TD, self._tokens, batch.rank_tokens), wanted)
+
+    def scatter(self, y_SD: Tensor, batch: ForwardBatch) -> Tensor:
+        """`y_SD`: this rank's part of the sums."""
+        y_TD = scatter_sums(y_SD, self._tokens, batch.rank_tokens)
+        return all_reduce(y_TD, self._ranks)
