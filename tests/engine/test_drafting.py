@@ -147,7 +147,9 @@ def test_steps_with_drafts_replay_decode_graphs(overlapped):
     graphs = DecodeGraphs(runner.decode_step(COMMON["max_seq_len"]), (2, 6, 12), True, runner._rows)
     graphs.capture(Repeats())
     replay = graphs.replay
-    graphs.replay = lambda rows, offsets=None: ran.append(offsets) or replay(rows, offsets)
+    graphs.replay = lambda rows, offsets=None, num_entries=None: (
+        ran.append(offsets) or replay(rows, offsets, num_entries)
+    )
     scripted.spoil = lambda position: (position % (MAX_DRAFTS + 1), position % 3)
     runner.use_graphs(graphs, None)
     try:
