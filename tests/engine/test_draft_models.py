@@ -196,7 +196,7 @@ def test_drafts_beside_prompts_replay_graphs(drafting):
     decodes.capture(Repeats())
     mixed = mixed_graphs(runner, 96)
     replay = mixed.replay
-    mixed.replay = lambda plan: found.append(int(plan.starts.min())) or replay(plan)
+    mixed.replay = lambda plan, load: found.append(int(plan.starts.min())) or replay(plan, load)
     runner.use_graphs(decodes, mixed)
     asked = list(zip(PROMPTS, SAMPLINGS, drafting.expected, strict=True))
     for prompt, sampling, expected in asked * 2:

@@ -223,7 +223,7 @@ class ModelRunner:
             return self._replayed_mix(plan, plan, mixed.replay(plan, load))
         if graphs is None or load.is_eager or not graphs.fits(load.num_decodes):
             return None
-        outputs = graphs.replay(plan.rows, num_entries=load.num_decodes)
+        outputs = graphs.replay(plan.rows, None, load.num_decodes)
         return self._replayed(plan, plan.rows, outputs)
 
     def _replayed_mix(
