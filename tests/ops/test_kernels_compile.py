@@ -11,9 +11,8 @@ pytest.importorskip("triton")
 from compile_for_gpu import ARCHS
 
 # How many variants of a kernel. All of them for all GPUs would take half an hour
-# (`compile_for_gpu.py --arch ...`). What compiles for sm_80, and fits sm_89, is good for sm_86: it
-# has the instructions of the one and the shared memory of the other.
-MOST = {arch: 2 if arch == 90 else 1 for arch in ARCHS if arch != 86}
+# (`compile_for_gpu.py --arch ...`).
+MOST = {arch: 2 if arch == 90 else 1 for arch in ARCHS}
 
 
 @pytest.mark.timeout(1500)  # a minute of one core, which others may have, too
