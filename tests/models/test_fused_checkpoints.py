@@ -16,7 +16,7 @@ from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
 from penstock.quantization.choose import choose_schemes
 from penstock.types.mesh import MeshShape
-from penstock.weights.load import _named
+from penstock.weights.load import named_parts
 from penstock.weights.stream import stream
 
 SINGLE = RankMesh.single()
@@ -75,7 +75,7 @@ def test_what_the_checkpoint_calls_a_parameter_is_found_backwards(tmp_path, arch
     folder = make_checkpoint(tmp_path, arch)
     model, found = load_model(folder), {}
     for tensor in stream((folder / FILE,)):
-        found |= {name: tensor.name for name, _ in _named([tensor], model.weight_rules)}
+        found |= {name: tensor.name for name, _ in named_parts([tensor], model.weight_rules)}
     for name, stored in found.items():
         source = model.weight_rules.source(model.weight_rules.target(name))
         assert source in (name, stored), (source, name)

@@ -210,6 +210,9 @@ class Engine:
         if loaded.memory.states is not None:
             add("state_slots", *loaded.memory.states_in_words(cache))
         settings = {k: v for k, v in asdict(config).items() if k != "choices"}
+        mesh = config.mesh  # with the sizes as flags call them: attention DP is within the tp_size
+        settings |= {"tp_size": mesh.stage_size, "pp_size": mesh.pp, "ep_size": mesh.ep}
+        settings["dp_size"] = settings.pop("num_replicas")
         return EngineInfo(
             max_seq_len=max_seq_len,
             max_num_tokens=config.max_num_tokens,
