@@ -6,7 +6,7 @@ from server_process import Server
 
 from penstock.parallel import collectives
 
-NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
 CASES = [  # folder, ranks, sets of experts, further settings
     ("tiny", 2, None, {"speculative_config": NGRAM}),
     ("qwen2_moe", 2, 2, {}),

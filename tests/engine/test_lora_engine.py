@@ -103,7 +103,7 @@ def test_a_prefix_is_shared_only_by_those_with_the_same_adapter(made):
 
 def test_drafts_are_checked_under_the_adapter(made):
     folder, paths, truth = made
-    drafting = {"decoding_type": "NGram", "max_draft_len": 3}
+    drafting = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
     local = engine(folder, **lora(), speculative_config=drafting)
     asked = {submit(local, i, PROMPTS[0], paths.get(n)): n for i, n in enumerate((None, *paths))}
     local.run()

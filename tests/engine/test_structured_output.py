@@ -91,7 +91,7 @@ def test_rows_beside_it_may_have_drafts():
             jsonschema.validate(json.loads(text_of(engine, rid)), SCHEMA)
         return [engine.tokens(rid) for rid in rids]
 
-    ngram = {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2}
+    ngram = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
     assert outputs(speculative_config=ngram) == outputs()
 
 
