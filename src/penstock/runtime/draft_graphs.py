@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.runtime.graphs import CapturedCall, GraphPool
+from penstock.runtime.graphs import CapturedCall, GraphPool, captured_size
 from penstock.runtime.input_batch import Rows
 
 TokenRun = Callable[..., tuple[Tensor, ...]]
@@ -61,8 +61,4 @@ class TokenGraphs:
         return tuple(one[:count] for one in captured.replay())
 
     def _padded(self, count: int) -> int | None:
-        at = int(np.searchsorted(self._sizes, count))
-        if at == len(self._sizes):
-            return None
-        size = int(self._sizes[at])
-        return size if size == count or self._may_pad else None
+        return captured_size(self._sizes, count, self._may_pad)

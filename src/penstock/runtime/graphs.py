@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.runtime.input_batch import Rows
@@ -122,6 +123,14 @@ class CapturedCall:
         return self.outputs
 
 
+def captured_size(sizes: NDArray[np.int64], count: int, may_pad: bool) -> int | None:
+    """The smallest of these ascending sizes that holds `count`; None: there is none."""
+    at = int(np.searchsorted(sizes, count))
+    if at == len(sizes) or (sizes[at] != count and not may_pad):
+        return None
+    return int(sizes[at])
+
+
 class DecodeGraphs:
     def __init__(self, step: GraphStep, sizes: tuple[int, ...], may_pad: bool, rows: Rows) -> None:
         self._step = step
@@ -161,8 +170,4 @@ class DecodeGraphs:
         return logits_NV, kv_lens_N, rows_N, hidden_ND
 
     def _padded(self, num_entries: int) -> int | None:
-        at = int(np.searchsorted(self._sizes, num_entries))
-        if at == len(self._sizes):
-            return None
-        size = int(self._sizes[at])
-        return size if size == num_entries or self._may_pad else None
+        return captured_size(self._sizes, num_entries, self._may_pad)

@@ -143,10 +143,8 @@ class Rows:
                 continue
             places = growth.rows[own].astype(np.int64) * table_RM.shape[1] + growth.indices[own]
             packed = np.concatenate((places.view(np.int32), growth.block_ids[own]))  # one copy
-            places_and_ids, num_places = to_device(packed, self.device), 2 * len(places)
-            table_RM.view(-1).index_copy_(
-                0, places_and_ids[:num_places].view(torch.int64), places_and_ids[num_places:]
-            )
+            places_P2, block_ids_P = to_device(packed, self.device).tensor_split([2 * len(places)])
+            table_RM.view(-1).index_copy_(0, places_P2.view(torch.int64), block_ids_P)
 
     def build(self, plan: StepPlan, *, is_grown: bool = False) -> StepInputs:
         """The tensors of a step with any mix of prompt chunks and decodes. `is_grown`: once more,
@@ -287,8 +285,7 @@ class Rows:
         if self.drafts_RK.shape[1]:
             offsets_N = (FROM_DEVICE - starts_N).clamp(min=0)
             own_firsts_N = own_firsts_N + offsets_N
-            drafts_N = self.drafts_RK[index_N, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
-            own_ids_N = torch.where(offsets_N > 0, drafts_N, own_ids_N)
+            own_ids_N = self._ids_behind(index_N, offsets_N)
             grown = torch.where(offsets_N > 0, self.padding_row, index_N)
         firsts_N = torch.where(is_prompt_N, starts_N, own_firsts_N)
         entries = entries_T.long()
@@ -351,8 +348,7 @@ class Rows:
             )
             grown = index_N
         else:
-            drafts_N = self.drafts_RK[index_N, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
-            input_ids_N = torch.where(offsets_N > 0, drafts_N, self.last_tokens_R[index_N])
+            input_ids_N = self._ids_behind(index_N, offsets_N)
             positions_N = (self.lengths_R[index_N] + offsets_N).long()
             kv_lens_N = positions_N.int() + 1
             slots_N = self._slots(0, index_N, positions_N)
@@ -379,12 +375,14 @@ class Rows:
 
     def fed_ids(self, rows_N: Tensor, offsets: Int32s | None) -> Tensor:
         """What a decode step has fed, as long as nothing was accepted: see `decode_batch`."""
-        ids_N = self.last_tokens_R[rows_N]
         if offsets is None:
-            return ids_N
-        offsets_N = to_device(offsets, self.device).long()
-        drafts_N = self.drafts_RK[rows_N, (offsets_N - 1).clamp(min=0)].clamp(min=0)
-        return torch.where(offsets_N > 0, drafts_N, ids_N)
+            return self.last_tokens_R[rows_N]
+        return self._ids_behind(rows_N, to_device(offsets, self.device))
+
+    def _ids_behind(self, index_N: Tensor, offsets_N: Tensor) -> Tensor:
+        """Each row's last token, or the draft that is so far behind it."""
+        drafts_N = self.drafts_RK[index_N, (offsets_N.long() - 1).clamp(min=0)].clamp(min=0)
+        return torch.where(offsets_N > 0, drafts_N, self.last_tokens_R[index_N])
 
     def batch_at(
         self,

@@ -1,6 +1,6 @@
 """Low-rank adapters on a GPU: two launches, shrink (x times A) and expand (that times B, onto y).
 
-Slots and ranks are read on the device and launch shapes follow from the number of tokens alone, so
+Slots and ranks are read on the device and launch grids follow from the number of tokens alone, so
 a CUDA graph serves any mix of adapters. Single tokens are GEMVs as fast as their matrices can be
 read, which a few of one adapter share; tokens of prompts, which come in runs of one adapter, are
 tiles on tensor cores.
