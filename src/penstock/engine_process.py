@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from penstock import log
+from penstock.config.launch import find_place
 from penstock.config.schema import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.mailbox import Mailbox
@@ -48,7 +49,8 @@ def main() -> None:
 
     on_parent_exit(leave)
     try:
-        engine = Engine(config, mailbox, folder_of(task["address"]), timeline, forked)
+        place = find_place(config.launcher, os.environ)
+        engine = Engine(config, mailbox, folder_of(task["address"]), timeline, forked, place)
     except Exception as error:
         if not isinstance(error, PenstockError):
             _log.exception("the engine did not start")

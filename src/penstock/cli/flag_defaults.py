@@ -25,6 +25,8 @@ DEFAULTS = {
     "moe_tensor_parallel_size": "tensor_parallel_size / moe_expert_parallel_size",
     "enable_attention_dp": "false",
     "num_threads": "the cores this machine has",
+    "launcher": "auto",
+    "rank_interface": "the one with the address of MASTER_ADDR",
     "attn_backend": "auto",
     "max_batch_size": "2048 on a GPU, 64 on a CPU",
     "max_num_tokens": "8192 on a GPU, 2048 on a CPU, and never less than max_batch_size",

@@ -1,9 +1,11 @@
 """`serve`: recipe + flags + YAML + `--set` -> `EngineConfig` -> the server."""
 
 import argparse
+import os
 
 from penstock import log
 from penstock.cli.flags import settings
+from penstock.config.launch import find_place, rank_secret
 from penstock.config.load import given_settings
 from penstock.config.recipe import recipe_named, with_recipe
 from penstock.config.schema import EngineConfig
@@ -21,7 +23,15 @@ _logger = log.get(__name__)
 
 def run(args: argparse.Namespace) -> int:
     log.setup("http", getattr(args, "log_level", None))
-    config = with_model_fetched(build_config(args))
+    config = build_config(args)
+    place = find_place(config.launcher, os.environ)
+    if place is not None:
+        secret = rank_secret(os.environ)
+        if place.rank:
+            from penstock.runtime.launched_worker import run_launched
+
+            return run_launched(place, secret, config.rank_interface, config.log_level)
+    config = with_model_fetched(config)
     from penstock.server.launch import serve
 
     status: int = serve(config, args.begun_at)

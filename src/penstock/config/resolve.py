@@ -10,6 +10,7 @@ import secrets
 from typing import TypeVar
 
 from penstock.config.graphs import MIXED_TOKENS, Mix
+from penstock.config.launch import Place
 from penstock.config.run import (
     Drafting,
     EagleDrafting,
@@ -66,12 +67,14 @@ def resolve(
     device: DeviceInfo,
     model_path: str,
     draft: DraftModel | None = None,
+    place: Place | None = None,
 ) -> RunConfig:
-    """`draft`: the checkpoint that speculative_config names, if it does."""
+    """`draft`: the checkpoint that speculative_config names, if it does. `place`: of rank 0, where
+    a launcher starts the ranks."""
     choices = _Choices()
     kv = config.kv_cache_config
     kind = choices.add("device", _device(config, device))
-    _check_ranks(config, spec, device, kind)
+    _check_ranks(config, spec, device, kind, place)
     # Codes are multiplied as they are, with inputs in 16 bits if that is asked for.
     is_coarse = kind == "cpu" and model_path.endswith(".gguf") and config.dtype in _HALVES
     dtype = choices.add("dtype", _dtype(config, spec, device, kind, is_coarse))
@@ -112,7 +115,7 @@ def resolve(
         load_format=config.load_format,
         dtype=dtype,
         device=kind,
-        num_threads=choices.add("num_threads", _num_threads(config, device, kind)),
+        num_threads=choices.add("num_threads", _num_threads(config, device, kind, place)),
         mesh=mesh,
         balance=_balance(config),
         num_replicas=config.data_parallel_size,
@@ -135,7 +138,7 @@ def resolve(
         state_interval=kv.mamba_state_cache_interval,
         state_snapshot_share=kv.mamba_state_cache_fraction,
         state_cpu_bytes=state_cpu_bytes,
-        host_cache_bytes=choices.add("host_cache_bytes", _host_cache(config, device, kind)),
+        host_cache_bytes=choices.add("host_cache_bytes", _host_cache(config, device, kind, place)),
         attention_backend=backend,
         reduced_precision_matmul=is_coarse,
         quantization=quantization,
@@ -172,12 +175,44 @@ def _device(config: EngineConfig, device: DeviceInfo) -> Reasoned[str]:
     return config.device, "set by device"
 
 
-def _check_ranks(config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str) -> None:
+def _check_place(config: EngineConfig, place: Place) -> None:
+    """A launcher has to start the ranks that the settings want, and no others."""
+    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    way_out = "set launcher to local to start the ranks from here"
+    if place.rank:
+        raise ConfigError(
+            f"{place.launcher} has started this process as rank {place.rank} of {place.size}, and "
+            "rank 0 has the engine: start 'penstock serve' on all ranks, or the program by "
+            f"'trtllm-llmapi-launch'; or {way_out}"
+        )
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.data_parallel_size}, and {place.launcher} has started "
+            f"{place.size} ranks: replicas are on one node, started from here; start one server "
+            f"per replica, or {way_out}"
+        )
+    if tp * pp != place.size:
+        raise ConfigError(
+            f"{place.launcher} has started {place.size} ranks, but tensor_parallel_size {tp} x "
+            f"pipeline_parallel_size {pp} = {tp * pp}; make them equal, or {way_out}"
+        )
+
+
+def _check_ranks(
+    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, place: Place | None
+) -> None:
     """More ranks than GPUs cannot start; on a CPU ranks are processes, for those who ask for it."""
     size = config.tensor_parallel_size * config.pipeline_parallel_size
+    if place is not None:
+        _check_place(config, place)
     num_gpus = device.num_devices if device.kind == "cuda" else 0
     on_asked_cpu = kind == "cpu" and config.device == "cpu"
-    if size > 1 and size > num_gpus and not on_asked_cpu:
+    if place is not None and place.local_size > num_gpus and not on_asked_cpu:
+        raise ConfigError(
+            f"{place.launcher} has started {place.local_size} ranks on this node, but it has "
+            f"{num_gpus} GPUs; start at most one rank per GPU, or set device to cpu"
+        )
+    if place is None and size > 1 and size > num_gpus and not on_asked_cpu:
         asked = f"tensor_parallel_size is {size}"
         if (stages := config.pipeline_parallel_size) > 1:
             asked = f"tensor_parallel_size {size // stages} x pipeline_parallel_size {stages} = "
@@ -262,8 +297,10 @@ def _check_adapters(config: EngineConfig) -> None:
             )
 
 
-def _num_ranks(config: EngineConfig) -> int:
-    """Of all engines on the machine."""
+def _num_ranks(config: EngineConfig, place: Place | None) -> int:
+    """Of all engines, on this machine."""
+    if place is not None:
+        return place.local_size
     sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size)
     return math.prod(sizes)
 
@@ -545,21 +582,25 @@ def _partial_reuse(config: EngineConfig) -> Reasoned[bool]:
     return True, "kv_cache_config.enable_partial_reuse is on"
 
 
-def _host_cache(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[int]:
+def _host_cache(
+    config: EngineConfig, device: DeviceInfo, kind: str, place: Place | None
+) -> Reasoned[int]:
     if (size := config.kv_cache_config.host_cache_size) is not None:
         return size, "set by kv_cache_config.host_cache_size"
     if kind == "cpu":
         return 0, "the cache is in host memory"
-    num_ranks = _num_ranks(config)
+    num_ranks = _num_ranks(config, place)
     share = device.host_bytes // _HOST_CACHE_PART // num_ranks
     return share, f"{num_ranks} rank(s), 1/{_HOST_CACHE_PART} of host memory"
 
 
-def _num_threads(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[int]:
+def _num_threads(
+    config: EngineConfig, device: DeviceInfo, kind: str, place: Place | None
+) -> Reasoned[int]:
     if config.num_threads is not None:
         return config.num_threads, "set by num_threads"
     if kind == "cpu":
-        num_ranks = _num_ranks(config)
+        num_ranks = _num_ranks(config, place)
         share = max(1, device.num_threads // num_ranks)
         return share, f"{device.num_threads} cores, {num_ranks} rank(s)"
     return min(_MAX_HOST_THREADS, device.num_threads), "the GPU computes, the host only loads"

@@ -22,6 +22,7 @@ from penstock.config.generation import GenerationOverrides
 from penstock.config.graphs import CudaGraphConfig
 from penstock.config.http import HttpConfig
 from penstock.config.kv_cache import KvCacheConfig
+from penstock.config.launch import Launcher
 from penstock.config.lora import LoraConfig
 from penstock.config.messages import explain
 from penstock.config.moe import MoeConfig
@@ -245,6 +246,23 @@ class EngineConfig(StrictModel):
     )
     num_threads: int | None = setting(
         None, "CPU threads of each engine process. null: the cores this machine has.", ge=1, le=1024
+    )
+    launcher: Launcher = setting(
+        "auto",
+        "Who starts the ranks: local (rank 0 does, on its machine), or one that starts 'penstock "
+        "serve' once for each rank, on one or several nodes: torchrun, slurm (srun), mpi (mpirun). "
+        "auto: the one whose environment this process has, if it has started several. The ranks "
+        "need PENSTOCK_RANK_SECRET in their environment (docs/scaling.md).",
+        status="beta",
+    )
+    rank_interface: str | None = setting(
+        None,
+        "Network interface by which ranks of a launcher reach each other: rank 0 listens at its "
+        "address alone, gloo and NCCL use it. null: the one with the address of MASTER_ADDR; NCCL "
+        "finds its own. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME win over it for these.",
+        min_length=1,
+        max_length=15,
+        status="beta",
     )
 
     # limits

@@ -86,7 +86,11 @@ def _section(name: str, ruling: Ruling, children: Mapping[str, Ruling] | str) ->
     return {name: ruling} | {f"{name}.{child}": value for child, value in children.items()}
 
 
-_NO_RAY = "ranks are processes that Penstock starts itself"
+_NO_RAY = "ranks are processes that Penstock or a launcher starts"
+_NO_ORCHESTRATOR = (
+    "Ray starts no ranks; leave it out, and on several nodes start 'penstock serve' by torchrun, "
+    "srun or mpirun (docs/scaling.md)"
+)
 _NO_WAIT = "prompts are never held back to fill a step"
 _FP32_STATE = "recurrent states are float32"
 _NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
@@ -166,7 +170,7 @@ _PARALLEL = {
     ),
     "allreduce_strategy": ignored("the reduction is chosen automatically", "AUTO"),
     "dwdp_config": ignored("weights stay on the GPU that loaded them"),
-    "orchestrator_type": ignored(_NO_RAY),
+    "orchestrator_type": rejected(_NO_ORCHESTRATOR, None, "rpc", "mpi"),
     "mpi_session": rejected(_NO_PYTHON_OBJECT),
     "ray_worker_extension_cls": ignored(_NO_RAY),
     "ray_placement_config": ignored(_NO_RAY),

@@ -3,11 +3,14 @@
 This package is the only one that knows both `core` and `runtime`.
 """
 
+import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NoReturn
 
 from penstock import log
+from penstock.config.launch import Place, rank_secret
 from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
@@ -77,7 +80,9 @@ class Engine:
         socket_folder: str,
         timeline: Timeline,
         forked: ForkedWorkers | None = None,
+        place: Place | None = None,
     ) -> None:
+        """`place`: of this process, where a launcher has started the other ranks."""
         self._mailbox = mailbox
         with timeline.phase("find model"):
             folder = local_folder(config.model, config.revision, weights=False)
@@ -87,7 +92,7 @@ class Engine:
                 model_kwargs = {**(model_kwargs or {}), "tie_word_embeddings": True}
             self.spec = parse_model_spec(folder, model_kwargs)
             draft = _draft_model(config)
-            self.config = resolve(config, self.spec, probe(), str(folder), draft)
+            self.config = resolve(config, self.spec, probe(), str(folder), draft, place)
             self._sampling = sampling_defaults(
                 config.generation_config,
                 config.override_generation_config.model_dump(),
@@ -101,10 +106,24 @@ class Engine:
         workers = CompileWorkers(self.config, self.spec, forked)
         with timeline.phase("build kernels"):
             workers.run(model_kwargs, config.log_level)
-        self._ranks = RankGroup(self.config, model_kwargs, socket_folder, config.log_level)
         with timeline.phase("meet ranks"):
+            self._ranks = RankGroup(
+                self.config,
+                model_kwargs,
+                config.revision,
+                socket_folder,
+                config.log_level,
+                place,
+                b"" if place is None else rank_secret(os.environ),
+                config.rank_interface,
+                self._rank_died,
+            )
             mesh = RankMesh.create(
-                0, self.config.mesh, self._ranks.meeting_point, rank_device(self.config, 0)
+                0,
+                self.config.mesh,
+                self._ranks.meeting_point,
+                rank_device(self.config, 0),
+                listener=self._ranks.listener,
             )
         loaded = load_rank(self.config, self.spec, mesh, timeline)
         cache, weights = self._ranks.agree(loaded.memory.size)
@@ -153,7 +172,7 @@ class Engine:
         self.scheduler.add_gate(self.grammars)
         self.scheduler.add_follower(self.grammars)
         executor: Executor = RankExecutor(
-            runner, self._ranks.senders, config.mesh, self._ranks.results
+            runner, self._ranks.peers, config.mesh, self._ranks.results
         )
         self.adapters = Adapters(None)
         if config.lora is not None:
@@ -244,10 +263,17 @@ class Engine:
             self.loop.run()
         except Exception as error:
             _log.exception("the engine loop failed")
+            self._ranks.wait_for_news()
             self._say_goodbye(f"the engine failed: {type(error).__name__}: {error}")
             raise
         self._say_goodbye("the engine is shutting down")
         self._ranks.stop()
+
+    def _rank_died(self, what: str) -> NoReturn:
+        """The loop may hang in a collective: this thread speaks for it."""
+        _log.critical("%s", what)
+        self._mailbox.last_words(Fatal(message=what))
+        os._exit(1)
 
     def _say_goodbye(self, message: str) -> None:
         """Clients end their requests with it, or send those without a token to another engine."""

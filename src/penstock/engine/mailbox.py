@@ -1,5 +1,6 @@
 """`Mailbox`: the engine's end of the channels to its clients (API servers, `LLM`)."""
 
+import time
 from collections import deque
 
 from penstock import log
@@ -16,6 +17,7 @@ from penstock.ipc.messages import (
 )
 from penstock.types.request import client_of
 
+_LAST_WORDS_S = 0.3
 _log = log.get(__name__)
 
 
@@ -25,6 +27,7 @@ class Mailbox:
     def __init__(self, address: str) -> None:
         self._receiver = channel.Receiver(address, ToEngine)
         self._clients: dict[int, channel.Sender] = {}
+        self._addresses: dict[int, str] = {}
         self._gone: set[int] = set()
         self._found: deque[ClientLeft] = deque()  # who left, as we found out ourselves
         self._info: EngineInfo | None = None
@@ -57,6 +60,7 @@ class Mailbox:
             _log.error("a client speaks protocol %d, not %d", hello.version, PROTOCOL_VERSION)
             return
         self._clients[hello.client_id] = channel.Sender(hello.address)
+        self._addresses[hello.client_id] = hello.address
         if self._info is not None:
             self.send(hello.client_id, Ready(info=self._info))
 
@@ -74,9 +78,16 @@ class Mailbox:
         """Nobody reads the outputs of its requests, so the loop must end them."""
         if client_id in self._clients:
             self._clients.pop(client_id).close()
+            del self._addresses[client_id]
         self._gone.add(client_id)
         self._found.append(ClientLeft(client_id=client_id))
 
     def broadcast(self, message: Message) -> None:
         for client_id in list(self._clients):
             self.send(client_id, message)
+
+    def last_words(self, message: Message) -> None:
+        """To all clients from any thread, while another one may hang: sockets of its own."""
+        for address in list(self._addresses.values()):
+            channel.Sender(address).send(message)
+        time.sleep(_LAST_WORDS_S)  # they are on their way

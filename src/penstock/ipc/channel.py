@@ -6,7 +6,7 @@ without end.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -18,6 +18,12 @@ MAX_QUEUED_MESSAGES = 100_000
 
 class ChannelFull(BackendError):
     """The peer does not read any more."""
+
+
+class Peer(Protocol):
+    """Whoever takes messages, here or over the network (`link.Link`)."""
+
+    def send(self, message: messages.Message) -> None: ...
 
 
 def _socket(context: Any, kind: int) -> Any:

@@ -18,7 +18,7 @@ from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import LateInputs, StepPlan, StepResult
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, array_like=True):
@@ -118,7 +118,28 @@ class Stop(Message, frozen=True):
     pass
 
 
+class RankTask(Message, frozen=True):
+    """What a rank that a launcher has started is to do: a `WorkerTask` as JSON."""
+
+    task: bytes
+
+
+class RankRefused(Message, frozen=True):
+    """It does not belong here."""
+
+    message: str
+
+
 # further rank -> rank 0
+
+
+class RankJoined(Message, frozen=True):
+    """The first message of a rank that a launcher has started."""
+
+    version: int
+    rank: int
+    size: int  # ranks there are, as its launcher says
+    node: str
 
 
 class RankReady(Message, frozen=True):
@@ -149,8 +170,8 @@ class RankFailed(Message, frozen=True):
 
 ToEngine = Hello | Submit | Abort | ClientLeft
 ToClient = Ready | Deltas | Stats | Fatal
-ToRank = RankCache | Forward | Sample | Stop
-FromRank = RankReady | RankResult | RankFailed
+ToRank = RankCache | Forward | Sample | Stop | RankTask | RankRefused
+FromRank = RankReady | RankResult | RankFailed | RankJoined
 
 _ARRAY = (
     1  # extension code; its bytes are: dtype letter, number of dimensions, int64 sizes, raw values

@@ -6,6 +6,7 @@ have other tokens (dp), the tokens of all come together in front of an MLP and p
 """
 
 import os
+import socket
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -61,22 +62,33 @@ class RankMesh:
         init_address: str,
         device: torch.device,
         lone_roles: Collection[str] = (),
+        listener: socket.socket | None = None,
     ) -> "RankMesh":
         """Meet the other ranks at `init_address` ("host:port"); returns when all are there.
 
         `lone_roles`: roles that go through a process group even where it is a single rank: so one
-        GPU runs what several would launch.
+        GPU runs what several would launch. `listener`: of rank 0, which listens at that address.
         """
         mesh = cls.place(rank, shape)
         if shape.size == 1 and not lone_roles:
             return mesh
         on_gpu = device.type == "cuda"
         if not on_gpu and sys.platform == "linux":
-            # CPU ranks share one machine; otherwise gloo resolves its host name, which may fail.
+            # Unless they are on several machines; gloo would resolve its host name, which may fail.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        host, _, port = init_address.rpartition(":")
+        # Not by the address: within torchrun that would mean the store of its agent.
+        store = dist.TCPStore(
+            host,
+            int(port),
+            shape.size,
+            is_master=rank == 0,
+            timeout=_START_TIMEOUT,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=f"tcp://{init_address}",
+            store=store,
             rank=rank,
             world_size=shape.size,
             timeout=_START_TIMEOUT,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock import log
-from penstock.ipc.channel import Sender
+from penstock.ipc.channel import Peer
 from penstock.ipc.messages import Forward, Sample
 from penstock.runtime.model_runner import DeviceStep, ModelRunner
 from penstock.runtime.rank_parts import RankPart, join_results, split_late, split_plan
@@ -71,7 +71,7 @@ class RankExecutor:
     def __init__(
         self,
         runner: ModelRunner,
-        peers: Sequence[Sender] = (),
+        peers: Sequence[Peer] = (),
         shape: MeshShape = MeshShape(),
         results: Callable[[int], list[StepResult]] = _no_results,
     ) -> None:

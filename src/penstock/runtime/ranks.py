@@ -1,89 +1,112 @@
-"""`RankGroup`: the further ranks of an engine: starts them, agrees with them, stops them."""
+"""`RankGroup`: the further ranks of an engine, as rank 0 sees them: agrees with them, stops them.
 
-import os
+Who starts them is another matter: rank 0 itself (`LocalRanks`) or a launcher (`LaunchedRanks`).
+"""
+
 import socket
-from functools import partial
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import msgspec
-
-from penstock import log
+from penstock.config.launch import Place
 from penstock.config.run import RunConfig
 from penstock.errors import BackendError
-from penstock.ipc import channel
-from penstock.ipc.address import address
-from penstock.ipc.messages import FromRank, RankCache, RankFailed, RankReady, RankResult, Stop
-from penstock.ipc.process import Child
+from penstock.ipc.channel import Peer
+from penstock.ipc.messages import RankCache, RankFailed, RankReady, RankResult
+from penstock.runtime.launched_ranks import LaunchedRanks, listen
+from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.worker import WorkerTask
 from penstock.types.cache_spec import CacheSize
 from penstock.types.step import StepResult
 
-_log = log.get(__name__)
+_NEWS_S = 2.0
+
+
+class Launch(Protocol):
+    @property
+    def host(self) -> str: ...  # of rank 0, to listen at
+
+    @property
+    def peers(self) -> Sequence[Peer]: ...  # in the order of ranks, from 1
+
+    def start(self, tasks: Sequence[WorkerTask]) -> None: ...
+
+    def receive(self) -> Any: ...
+
+    def stop(self) -> None: ...
 
 
 class RankGroup:
-    """The further ranks of this engine, as rank 0 sees them."""
+    """`place`: of rank 0, where a launcher has started the others. `on_death`: called in a thread
+    with what has happened, when a rank ends unasked; it does not return."""
 
     def __init__(
         self,
         config: RunConfig,
         model_kwargs: dict[str, Any] | None,
+        revision: str | None,
         socket_folder: str,
         log_level: str | None,
+        place: Place | None,
+        secret: bytes,
+        interface: str | None,
+        on_death: Callable[[str], None],
     ) -> None:
-        self._inbox = channel.Receiver(address(socket_folder, "rank0"), FromRank)
-        self.meeting_point = f"127.0.0.1:{_free_port()}"
-        self.senders: list[channel.Sender] = []
-        self._is_stopping = False
+        self._on_death = on_death
+        self._has_died = threading.Event()
         self._num_sampling = sum(map(config.mesh.is_sampling_rank, range(1, config.mesh.size)))
-        self._children: list[Child] = []
         self._results: dict[int, dict[int, StepResult]] = {}  # by step and rank, until asked for
-        for rank in range(1, config.mesh.size):
-            own = address(socket_folder, f"rank{rank}")
-            task = WorkerTask(
-                rank=rank,
-                config=config,
-                model_kwargs=model_kwargs,
-                meeting_point=self.meeting_point,
-                address=own,
-                rank0_address=self._inbox.address,
-                log_level=log_level,
-            )
-            self._children.append(
-                Child(
-                    "penstock.runtime.worker",
-                    msgspec.to_builtins(task),
-                    f"rank {rank}",
-                    on_exit=partial(self._on_exit, rank),
+        self._launch: Launch
+        if place is None:
+            self._launch = LocalRanks(socket_folder, self._report)
+        else:
+            self._launch = LaunchedRanks(place, secret, interface, self._report)
+        self.listener: socket.socket = listen(self._launch.host, 0)
+        port = self.listener.getsockname()[1]
+        self.meeting_point = f"{place.host if place is not None else self._launch.host}:{port}"
+        self._launch.start(
+            [
+                WorkerTask(
+                    rank=rank,
+                    config=config,
+                    model_kwargs=model_kwargs,
+                    revision=revision,
+                    meeting_point=self.meeting_point,
+                    log_level=log_level,
                 )
-            )
-            self.senders.append(channel.Sender(own))
+                for rank in range(1, config.mesh.size)
+            ]
+        )
+        self.peers = self._launch.peers
 
-    def _on_exit(self, rank: int, code: int) -> None:
-        if self._is_stopping:
-            return
-        # Gone in the middle of collectives: rank 0 may hang in one and cannot say goodbye.
-        _log.critical("rank %d ended with code %d; the engine cannot go on", rank, code)
-        os._exit(1)
+    def _report(self, what: str) -> None:
+        # Gone in the middle of collectives: rank 0 may hang in one.
+        self._has_died.set()
+        self._on_death(f"{what}; the engine cannot go on")
+
+    def wait_for_news(self) -> None:
+        """After a failure that the death of a rank may explain: let that be said instead."""
+        if self.peers and self._has_died.wait(_NEWS_S):
+            threading.Event().wait()  # the process ends
 
     def agree(self, cache: CacheSize) -> tuple[CacheSize, list[int]]:
         """The cache that every rank can hold, and the bytes of weights each holds."""
-        weights = [0] * len(self._children)
-        for _ in self._children:
-            match self._inbox.receive(timeout_ms=-1):
+        weights = [0] * len(self.peers)
+        for _ in self.peers:
+            match self._launch.receive():
                 case RankReady(rank=rank, cache=theirs, weight_bytes=weight_bytes):
                     cache = cache.within(theirs)
                     weights[rank - 1] = weight_bytes
                 case RankFailed(rank=rank, message=message):
                     raise BackendError(f"rank {rank}: {message}")
-        for sender in self.senders:
-            sender.send(RankCache(cache=cache))
+        for peer in self.peers:
+            peer.send(RankCache(cache=cache))
         return cache, weights
 
     def results(self, step_id: int) -> list[StepResult]:
         """What every further rank that samples found, in their order; waits for them."""
         while len(self._results.setdefault(step_id, {})) < self._num_sampling:
-            match self._inbox.receive(timeout_ms=-1):
+            match self._launch.receive():
                 case RankResult(rank=rank, result=result):
                     self._results.setdefault(result.step_id, {})[rank] = result
                 case RankFailed(rank=rank, message=message):
@@ -92,14 +115,4 @@ class RankGroup:
         return [found[rank] for rank in sorted(found)]
 
     def stop(self) -> None:
-        self._is_stopping = True
-        for sender in self.senders:
-            sender.send(Stop())
-        for child in self._children:
-            child.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        return int(probe_socket.getsockname()[1])
+        self._launch.stop()

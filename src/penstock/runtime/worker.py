@@ -1,14 +1,15 @@
 """A rank other than 0: loads its shard, then runs every plan it is sent, in order. One that
 chooses tokens sends back what it found.
 
-Started by rank 0 as `python -m penstock.runtime.worker`; the same messages will carry plans to
-ranks on other machines.
+Started by rank 0 as `python -m penstock.runtime.worker`, or by a launcher (`launched_worker`): the
+messages are the same.
 """
 
 import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 
 from penstock import log
 from penstock.config.run import RunConfig
-from penstock.ipc.channel import Receiver, Sender
+from penstock.ipc.channel import Peer, Receiver, Sender
 from penstock.ipc.messages import (
     Forward,
     RankCache,
@@ -43,18 +44,26 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     config: RunConfig
     model_kwargs: dict[str, Any] | None  # what replaces fields of the model's configuration
+    revision: str | None
     meeting_point: str  # "host:port" of the process group
+    log_level: str | None
+    interface: str | None = None  # of the network to other nodes, where rank 0 knows it
+
+
+class LocalTask(msgspec.Struct, frozen=True, kw_only=True):
+    """The same for a child of rank 0."""
+
+    task: WorkerTask
     address: str  # where this rank receives
     rank0_address: str
-    log_level: str | None
 
 
 class ResultThread:
     """Waits for steps in order and tells rank 0: the rank itself launches the next one meanwhile.
     No more steps are under way than rank 0 has in flight."""
 
-    def __init__(self, task: WorkerTask) -> None:
-        self._task = task
+    def __init__(self, rank: int, connect: Callable[[], Peer]) -> None:
+        self._rank, self._connect = rank, connect
         self._steps: queue.SimpleQueue[DeviceStep] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="results", daemon=True).start()
 
@@ -62,21 +71,21 @@ class ResultThread:
         self._steps.put(step)
 
     def _run(self) -> None:
-        rank0 = Sender(self._task.rank0_address)  # a socket belongs to one thread
+        rank0 = self._connect()  # a socket belongs to one thread
         try:
             while True:
                 result = self._steps.get().wait()
-                rank0.send(RankResult(rank=self._task.rank, result=result))
+                rank0.send(RankResult(rank=self._rank, result=result))
         except Exception:
-            log.get(__name__).exception("rank %d failed", self._task.rank)
+            log.get(__name__).exception("rank %d failed", self._rank)
             os._exit(1)  # rank 0 sees it
 
 
-def run(task: WorkerTask) -> None:
+def run(task: WorkerTask, receive: Callable[[], Any], connect: Callable[[], Peer]) -> None:
+    """Until rank 0 says stop. `connect`: a way to rank 0, for the thread that asks."""
     config = task.config
     timeline = Timeline()
-    inbox = Receiver(task.address, ToRank)
-    rank0 = Sender(task.rank0_address)
+    rank0 = connect()
     try:
         device = rank_device(config, task.rank)
         mesh = RankMesh.create(task.rank, config.mesh, task.meeting_point, device)
@@ -85,9 +94,9 @@ def run(task: WorkerTask) -> None:
         memory = loaded.memory
         rank0.send(RankReady(rank=task.rank, cache=memory.size, weight_bytes=memory.weights))
         runner = None
-        results = ResultThread(task) if mesh.is_sampling_rank else None
+        results = ResultThread(task.rank, connect) if mesh.is_sampling_rank else None
         while True:
-            match inbox.receive(timeout_ms=-1):
+            match receive():
                 case RankCache(cache=cache):
                     config = fitted(config, cache)
                     runner = finish_rank(loaded, config, spec, cache, timeline)
@@ -109,11 +118,12 @@ def run(task: WorkerTask) -> None:
 
 
 def main() -> None:
-    task = msgspec.convert(read_task(), WorkerTask)
-    log.setup(f"rank {task.rank}", task.log_level)
+    local = msgspec.convert(read_task(), LocalTask)
+    log.setup(f"rank {local.task.rank}", local.task.log_level)
     on_parent_exit(lambda: os._exit(0))
+    inbox = Receiver(local.address, ToRank)
     try:
-        run(task)
+        run(local.task, lambda: inbox.receive(timeout_ms=-1), lambda: Sender(local.rank0_address))
     except Exception:
         sys.exit(1)
 
