@@ -49,7 +49,7 @@ def main() -> None:
 
     on_parent_exit(leave)
     try:
-        place = find_place(config.launcher, os.environ)
+        place = find_place(config.launcher)
         engine = Engine(config, mailbox, folder_of(task["address"]), timeline, forked, place)
     except Exception as error:
         if not isinstance(error, PenstockError):

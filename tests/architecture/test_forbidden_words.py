@@ -35,9 +35,10 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "yaml.load": (),  # config/load.py has a loader of its own
     "os.getenv": (),
     # The log level, the cache folder, what a child process inherits, where gloo listens, where
-    # Triton keeps its binaries, the key that clients show to a server.
+    # Triton keeps its binaries, the key that clients show to a server, where a launcher put us.
     "os.environ": (
         "cli/api_key.py",
+        "config/launch.py",
         "log.py",
         "hub/folder.py",
         "hub/pull.py",

@@ -70,7 +70,7 @@ def run(folder: Path, programs: Path, *flags: object, **env: str) -> tuple[int, 
     [
         ((), {}, "name a model"),
         (("m",), {"SLURM_JOB_ID": ""}, "there is no allocation"),
-        (("m",), {"SLURM_JOB_NUM_NODES": "2"}, "this job has 2 nodes, and a server is one node"),
+        (("m",), {"SLURM_JOB_NUM_NODES": "2"}, "this job has 2 nodes, and this script serves on"),
         (("m",), {}, "tensorrt-llm-serve-latest.tar.gz; 'make docker && make save' write it"),
         (("m", "--image"), {}, "--image wants a value"),
         (("m", "-w", "/no/where"), {}, "there is no folder for --workspace"),

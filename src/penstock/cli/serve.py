@@ -1,7 +1,6 @@
 """`serve`: recipe + flags + YAML + `--set` -> `EngineConfig` -> the server."""
 
 import argparse
-import os
 
 from penstock import log
 from penstock.cli.flags import settings
@@ -24,9 +23,9 @@ _logger = log.get(__name__)
 def run(args: argparse.Namespace) -> int:
     log.setup("http", getattr(args, "log_level", None))
     config = build_config(args)
-    place = find_place(config.launcher, os.environ)
+    place = find_place(config.launcher)
     if place is not None:
-        secret = rank_secret(os.environ)
+        secret = rank_secret()
         if place.rank:
             from penstock.runtime.launched_worker import run_launched
 

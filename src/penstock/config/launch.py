@@ -4,6 +4,7 @@
 variables which is which. This module reads them, and nothing else of the environment.
 """
 
+import os
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ class Place:
         return self.local_size < self.size
 
 
-def find_place(launcher: Launcher, env: Mapping[str, str]) -> Place | None:
+def find_place(launcher: Launcher, env: Mapping[str, str] = os.environ) -> Place | None:
     """None: nobody but us starts ranks. `auto`: the launcher that has started several, if any."""
     if launcher == "local":
         return None
@@ -62,7 +63,7 @@ def find_place(launcher: Launcher, env: Mapping[str, str]) -> Place | None:
     )
 
 
-def rank_secret(env: Mapping[str, str]) -> bytes:
+def rank_secret(env: Mapping[str, str] = os.environ) -> bytes:
     """What ranks know each other by."""
     secret = env.get(SECRET_VARIABLE, "")
     if len(secret) < MIN_SECRET_LEN:

@@ -114,7 +114,7 @@ class Engine:
                 socket_folder,
                 config.log_level,
                 place,
-                b"" if place is None else rank_secret(os.environ),
+                b"" if place is None else rank_secret(),
                 config.rank_interface,
                 self._rank_died,
             )

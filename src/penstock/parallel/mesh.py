@@ -116,6 +116,15 @@ class RankMesh:
             dist.destroy_process_group()
 
 
+def use_interface(name: str | None, is_asked: bool) -> None:
+    """For the collectives. What the user has set for these libraries stays. NCCL knows better
+    than we which interfaces to take, unless one is asked for."""
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if is_asked:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
 def _meet(mesh: RankMesh, lone_roles: Collection[str]) -> dict[str, RoleGroup]:
     """The roles that send, with their process groups; every rank makes all of them, in order."""
     made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}

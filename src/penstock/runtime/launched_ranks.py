@@ -4,7 +4,6 @@ Rank 0 listens until all have come, at the address the launcher gave it; who doe
 secret is turned away (`ipc.link`). A link that ends is a rank that has died, wherever it was.
 """
 
-import os
 import queue
 import socket
 import threading
@@ -30,6 +29,7 @@ from penstock.ipc.messages import (
     RankTask,
     Stop,
 )
+from penstock.parallel.mesh import use_interface
 from penstock.runtime.worker import WorkerTask
 
 _MEET_S = 600.0
@@ -172,15 +172,6 @@ class LaunchedRanks:
         """That of a rank on another node, if there is one."""
         links = sorted(self.peers, key=lambda link: link.peer_address == link.local_address)
         return interface_of(links[0].local_address)
-
-
-def use_interface(name: str | None, is_asked: bool) -> None:
-    """For the collectives. What the user has set for these libraries stays. NCCL knows better
-    than we which interfaces to take, unless one is asked for."""
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        if is_asked:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def listen(host: str, port: int) -> socket.socket:

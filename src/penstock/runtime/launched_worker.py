@@ -21,7 +21,7 @@ from penstock.hub.folder import local_folder
 from penstock.ipc.interfaces import address_of, interface_of
 from penstock.ipc.link import HANDSHAKE_S, Link, LinkRefused
 from penstock.ipc.messages import PROTOCOL_VERSION, RankJoined, RankRefused, RankTask, ToRank
-from penstock.runtime.launched_ranks import use_interface
+from penstock.parallel.mesh import use_interface
 from penstock.runtime.worker import WorkerTask, run
 
 _RETRY_S = 0.5
