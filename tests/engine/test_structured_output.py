@@ -87,12 +87,47 @@ def test_rows_beside_it_may_have_drafts():
             rids.append(submit(engine, f"Tell me {i}", json=SCHEMA))
         engine.run()
         assert bool(engine.counters.accepted_tokens) == bool(settings)
+        assert engine.counters.known_tokens
         for rid in rids[1::2]:
             jsonschema.validate(json.loads(text_of(engine, rid)), SCHEMA)
         return [engine.tokens(rid) for rid in rids]
 
     ngram = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
     assert outputs(speculative_config=ngram) == outputs()
+
+
+FORTY = {
+    "type": "object",
+    "properties": {f"measured_value_{i}": {"type": "integer", "maximum": 999} for i in range(40)},
+    "required": [f"measured_value_{i}" for i in range(40)],
+}
+
+
+def test_tokens_that_the_grammar_leaves_no_choice_of_are_computed_together(engine, monkeypatch):
+    asked = {"json": FORTY, "max_tokens": 1500}
+    kinds = ({}, {"temperature": 1.0, "seed": 5, "frequency_penalty": 0.3}, {"logprobs": 1})
+
+    def outputs() -> tuple[list[list[int]], list[int], int]:
+        counters = engine.counters
+        tokens, steps, num_known = [], [], counters.known_tokens
+        for sampling in kinds:
+            before = counters.steps
+            rid = submit(engine, "Tell me all", sampling=sampling, **asked)
+            engine.run()
+            jsonschema.validate(json.loads(text_of(engine, rid)), FORTY)
+            tokens.append(engine.tokens(rid))
+            steps.append(counters.steps - before)
+            if "logprobs" in sampling:
+                num_logprobs = sum(len(delta.logprobs) for delta in engine.deltas[rid])
+                assert num_logprobs == len(tokens[-1])
+        return tokens, steps, counters.known_tokens - num_known
+
+    tokens, steps, num_known = outputs()
+    assert all(few < len(ids) / 2 for few, ids in zip(steps[:2], tokens, strict=False)), steps
+    assert steps[2] >= len(tokens[2])  # each has its log-probability
+    assert num_known > (len(tokens[0]) + len(tokens[1])) / 2
+    monkeypatch.setattr(type(engine.engine.grammars), "known_tokens", lambda *_: ())
+    assert outputs()[0] == tokens
 
 
 def test_an_aborted_request_leaves_no_matcher(engine):

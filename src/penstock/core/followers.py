@@ -13,5 +13,9 @@ class Follower(Protocol):
     def on_commit(self, request: Request, token_ids: Sequence[int]) -> str | None:
         """The request has these new tokens, one or several. Returns why it must fail, if so."""
 
+    def known_tokens(self, request: Request) -> Sequence[int]:
+        """What must come next, whatever the model says. Nothing has changed until `on_commit` is
+        told of them; fewer of them may be taken, or none."""
+
     def on_close(self, request: Request) -> None:
         """The request has ended, in whatever way; it may never have started."""

@@ -8,6 +8,7 @@ that comes for a sequence which has ended or was preempted meanwhile is dropped.
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 
 from penstock.config.run import QueuePolicy, RunConfig
 from penstock.core.deltas import logprob_tuple, new_prompt_logprobs, report
@@ -126,6 +127,7 @@ class Scheduler:
         self._preempt_leaving(builder)
         is_due = self._preempt_for_tenant(builder)
         max_drafts = self._plan_decodes(builder)
+        self._plan_extended(builder)
         builder.limit_chunks(self._most_beside_decodes())
         num_free_rows = list(map(len, self._free_rows))
         may_begin = self._placement.may_begin(len(self._waiting), num_free_rows, self._running)
@@ -182,6 +184,12 @@ class Scheduler:
                 spare[seq.dp_rank] -= num_drafts
                 builder.decode(seq, num_drafts, max_kv_len)
         return max_drafts
+
+    def _plan_extended(self, builder: PlanBuilder) -> None:
+        """Outputs that go on with tokens which were not drawn: they wait for no prompt either."""
+        for seq in self._running:
+            if seq.is_extended and not builder.has(seq):
+                self._plan_chunk(builder, seq)
 
     def _most_beside_decodes(self) -> int:
         num_prefilling = sum(seq.is_prefilling for seq in self._running)
@@ -283,6 +291,9 @@ class Scheduler:
             has_room = self._kvs[seq.dp_rank].grow(seq.holder, seq.num_planned + num_tokens)
             assert has_room, "what was not reserved at the start is never short"
             self._before_step(builder, seq, seq.num_planned)
+            if seq.is_extended:
+                builder.join(seq, seq.num_planned)
+                seq.is_extended = False
             self._counters.prefill_chunks += 1
             builder.prefill(seq, num_tokens)
 
@@ -379,6 +390,9 @@ class Scheduler:
     ) -> TokenDelta | None:
         seq = entry.seq
         seq.num_in_flight -= 1
+        if seq.num_void:
+            seq.num_void -= 1
+            return None
         if entry.start != FROM_DEVICE:
             self._counters.prompt_tokens += entry.num_tokens
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -411,6 +425,8 @@ class Scheduler:
         seq.account.num_tokens += num_new
         seq.has_prefilled = True
         self._index(seq, seq.num_tokens - 1)
+        if reason is None and seq.request.late_inputs and (why := self._take_known(seq)):
+            return self._fail(seq, why)
         if reason is None and not seq.is_report_due and not prompt_logprobs:
             return None
         delta = report(seq, prompt_logprobs, reason, result.pooled.get(i))
@@ -419,6 +435,29 @@ class Scheduler:
             self._lengths.add(seq.num_output)
             self._close(seq, reason)
         return delta
+
+    def _take_known(self, seq: Sequence) -> str | None:
+        """Tokens that must come next need not be drawn, unless their log-probabilities are wanted;
+        the one that ends an output always is. Returns why the request must fail, if so."""
+        if seq.request.sampling.logprobs is not None or seq.is_leaving:
+            return None
+        most = seq.request.max_tokens - seq.num_output - 1
+        for follower in self._followers:
+            known = follower.known_tokens(seq.request)[:most]
+            known = list(takewhile(lambda one: one not in seq.request.stop_ids, known))
+            assert seq.holder is not None
+            kv = self._kvs[seq.dp_rank]
+            if not known or not kv.grow(seq.holder, seq.num_tokens + len(known)):
+                continue
+            seq.extend(known)
+            self._counters.generated_tokens += len(known)
+            self._counters.known_tokens += len(known)
+            seq.account.num_tokens += len(known)
+            for told in self._followers:
+                if why := told.on_commit(seq.request, known):
+                    return why
+            return None
+        return None
 
     def _index(self, seq: Sequence, num_computed: int) -> None:
         assert seq.holder is not None

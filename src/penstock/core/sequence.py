@@ -3,6 +3,7 @@
 Lengths here are what has been committed; what is in flight is counted, never guessed.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 
 import numpy as np
@@ -64,6 +65,8 @@ class Sequence:
         self.num_pending = 0  # tokens that steps in flight bring at most
         self.num_drafts = 0  # tokens its row has drafted, as far as results have come
         self.num_in_flight = 0  # all planned steps in flight
+        self.num_void = 0  # the first of these, whose tokens are known already (`extend`)
+        self.is_extended = False  # its row must be told of its newest tokens
         self.last_step = -1  # the newest step that may write its blocks
         self.num_cached = 0  # prompt tokens taken over from the cache in the first epoch
         self.num_prompt_logprobs = 0  # positions whose prompt log-probabilities were reported
@@ -130,11 +133,21 @@ class Sequence:
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
 
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Take tokens that need not be drawn. They are computed as those of a prompt, behind what
+        steps in flight feed; what these would draw is void."""
+        num_fed = self.num_tokens - 1 + self.num_in_flight
+        for token_id in token_ids:
+            self.append(token_id)
+        self.num_prefill, self.num_planned = self.num_tokens, num_fed
+        self.num_void, self.num_pending = self.num_in_flight, 0
+        self.is_extended = True
+
     def _leave(self) -> None:
         self.row, self.holder = -1, None
         self.num_prefill = self.num_planned = self.num_pending = self.num_in_flight = 0
-        self.is_leaving = False
-        self.num_drafts = 0
+        self.is_leaving = self.is_extended = False
+        self.num_drafts = self.num_void = 0
 
     def _move(self, to: State) -> None:
         assert to in _EDGES[self.state], (self.id, self.state, to)

@@ -63,6 +63,9 @@ class Adapters:
     def on_commit(self, request: Request, token_ids: Sequence[int]) -> str | None:
         return None
 
+    def known_tokens(self, request: Request) -> Sequence[int]:
+        return ()
+
     def on_close(self, request: Request) -> None:
         if request.adapter is not None:
             self._running.pop(request.id, None)

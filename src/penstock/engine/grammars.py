@@ -32,6 +32,7 @@ _MAX_COMPILED_CHARS = 1 << 24  # of their texts together
 _COMPILE_TIMEOUT_S = 30.0
 _COMPILE_THREADS = 2
 _MAX_MASK_THREADS = 8
+_MIN_KNOWN = 3  # tokens: fewer are drawn, each with its mask
 _NOTHING = LateInputs()
 _log = log.get(__name__)
 
@@ -161,6 +162,14 @@ class Grammars:
         if not matcher.is_error():
             matcher.consume_tokens(list(token_ids[:-1] if is_last else token_ids))
         return f"the output left its grammar: {matcher.get_error()}" if matcher.is_error() else None
+
+    def known_tokens(self, request: Request) -> Sequence[int]:
+        """Where the grammar leaves one way for a while, the tokens of that way."""
+        running = self._running.get(request.id)
+        if running is None or running.matcher.is_error():
+            return ()
+        known = running.matcher.compute_ff_tokens()
+        return known if len(known) >= _MIN_KNOWN else ()
 
     def on_close(self, request: Request) -> None:
         self._running.pop(request.id, None)

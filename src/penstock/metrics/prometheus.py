@@ -49,6 +49,7 @@ _HELP: Mapping[str, str] = {  # fields of `EngineCounters`
     "decodes": "Decodes: of one sequence in one engine step, one output token or more each",
     "drafted_tokens": "Tokens that were drafted and fed to the model beside a sequence's last one",
     "accepted_tokens": "Drafted tokens that became output",
+    "known_tokens": "Output tokens that were not drawn, since a grammar left no choice",
     "prefill_chunks": "Pieces in which prompts were computed; a prompt in one piece counts once",
     "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache",

@@ -14,6 +14,7 @@ class EngineCounters:
     decodes: int = 0  # of one sequence in one step
     drafted_tokens: int = 0  # that decodes fed beside the last token
     accepted_tokens: int = 0  # of the drafted ones
+    known_tokens: int = 0  # of the generated ones: not drawn, since nothing else could come
     prefill_chunks: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0

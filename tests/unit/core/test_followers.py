@@ -25,6 +25,9 @@ class Noting:
         too_many = self._fails_at is not None and len(self.tokens[request.id]) >= self._fails_at
         return "it has had enough" if too_many else None
 
+    def known_tokens(self, request):
+        return ()
+
     def on_close(self, request):
         self.closed[request.id] += 1
 

@@ -103,6 +103,38 @@ def some_drafts(text):
     return num_drafts, number // 7 % (num_drafts + 1)
 
 
+class Foreseeing:
+    """A follower that knows what comes next: after some texts a few tokens, else none."""
+
+    def __init__(self):
+        self.texts = {}
+
+    def on_commit(self, request, token_ids):
+        self.texts[request.id] = (*self.texts.get(request.id, request.prompt_ids), *token_ids)
+
+    def known_tokens(self, request):
+        text = tuple(int(one) for one in self.texts[request.id])
+        return oracle(text, max(0, next_token((-2, *text)) % 12 - 4))
+
+    def on_close(self, request):
+        self.texts.pop(request.id, None)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("num_states", [None, 3])
+def test_tokens_that_must_come_are_not_drawn(depth, num_states):
+    engine = Engine(depth=depth, num_states=num_states, num_blocks=60)
+    engine.scheduler.add_follower(Foreseeing())
+    known, drawn = (
+        engine.submit(PROMPT, max_tokens=40, late_inputs=late) for late in (True, False)
+    )
+    engine.run_dry()
+    assert engine.tokens[known] == engine.tokens[drawn] == oracle(PROMPT, 40)
+    assert engine.counters.generated_tokens == 80
+    assert engine.counters.known_tokens > 10
+    engine.assert_empty()
+
+
 traffic = st.lists(
     st.one_of(
         st.tuples(
@@ -150,6 +182,7 @@ def test_any_traffic_gives_every_request_its_tokens_and_one_end(
         num_states=num_states, num_host_blocks=num_host_blocks,
     )  # fmt: skip
     engine.device.fails = failing.__contains__
+    engine.scheduler.add_follower(Foreseeing())
     asked: dict[int, tuple] = {}
     for event in events:
         if event[0] == "submit":
