@@ -171,6 +171,9 @@ def chunk_delta_rule(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             **kwargs,
         )
+    # Newer releases of transformers leave it to the rule to share q and k between heads of v.
+    num_shared = value.shape[2] // query.shape[2]
+    query, key = (x.repeat_interleave(num_shared, dim=2) for x in (query, key))
     dtype, (rows, num_tokens, heads, size) = query.dtype, query.shape
     shape = (rows, num_tokens // _CHUNK, _CHUNK, heads, -1)
 
