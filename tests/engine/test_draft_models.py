@@ -1,6 +1,7 @@
 """Drafts of MTP and Eagle3 heads and of small models: what transformers' layers and torch say,
 behind every kind of step; and the same tokens with and without."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,16 @@ from tiny_models import make_checkpoint
 from penstock.errors import ConfigError
 from penstock.runtime.draft_graphs import TokenGraphs
 from penstock.runtime.graphs import DecodeGraphs
-from penstock.types.step import FROM_DEVICE
+from penstock.runtime.model_drafter import ModelDrafter
+from penstock.types.step import (
+    FROM_DEVICE,
+    BlockGrowth,
+    LateInputs,
+    PeerLoads,
+    RanAs,
+    StepLoad,
+    StepPlan,
+)
 
 MAX_DRAFTS = 3
 PROMPTS = [
@@ -69,6 +79,14 @@ class Watched:
                 spoiled = [t + (j >= num_right) for j, t in enumerate(right)]
                 drafts_NK[i] = torch.tensor([*spoiled, *[-1] * (MAX_DRAFTS - len(right))])
         return drafts_NK
+
+
+class Spy:
+    follows_steps, max_drafts = True, MAX_DRAFTS
+
+    def __init__(self, drafter, seen: list) -> None:
+        self.draft = lambda step: (seen.append(step), drafter.draft(step))[1]
+        self.join = drafter.join
 
 
 class Counted:
@@ -180,6 +198,45 @@ def test_steps_replay_graphs_and_drafts_follow_from_their_hidden_states(drafting
         for name in names:
             setattr(drafter, name, None)
     assert len(ran) > 10 and len(names) == 2 and min(map(calls.count, names)) > 5
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_data_parallel_rank_without_sequences_drafts_with_the_others(drafting, graphs):
+    """For a padding token, as often as they do: its layers are theirs, too."""
+    runner, drafter, seen = drafting.runner, drafting.watched.drafter, []
+    if graphs:
+        decodes = DecodeGraphs(runner.decode_step(96), (2,), True, runner._rows)
+        decodes.capture(Repeats())
+        runner.use_graphs(decodes, mixed_graphs(runner, 96))
+    none, ran, behind = np.zeros(0, np.int32), [], runner._rows.batch_at
+    empty = dict.fromkeys(("dp_ranks", "groups", "rows", "indices", "block_ids"), none)
+    idle = StepPlan(
+        step_id=-1, joins=(), cache_ops=(), growth=BlockGrowth(**empty),
+        dp_ranks=none, rows=none, starts=none, num_tokens=none, num_logit_rows=none,
+        max_kv_lens=none, num_decodes=0, needs_late_inputs=False, max_drafts=MAX_DRAFTS,
+    )  # fmt: skip
+    runner._drafter = Spy(drafter, seen)
+    runner._rows.batch_at = lambda *args, **kwargs: (
+        ran.append(found := behind(*args, **kwargs)) or found
+    )
+    loads = [StepLoad(num_decodes=2, num_chunks=n, num_prompt_tokens=5 * n, longest_prefix=0,
+                      is_eager=False) for n in (0, 1)]  # fmt: skip
+    try:
+        for num_sampling in (2, 0):
+            for load in loads:
+                peers = PeerLoads(num_tokens=(1, 7), num_sampling=(0, num_sampling), most=load)
+                runner.forward(replace(idle, peers=peers))
+                ran.clear()
+                got = runner.sample(idle.step_id, LateInputs()).wait()
+                assert got.ran_as is (RanAs.GRAPH if graphs else RanAs.EAGER)
+                step = seen.pop()
+                assert step.fed.batch.num_tokens == 1 and step.fed.batch.rank_tokens == (1, 7)
+                further = MAX_DRAFTS - (not isinstance(drafter, ModelDrafter))
+                assert len(ran) == (further if num_sampling else 0)
+                assert all(batch.rank_tokens == (1, 2) for batch in ran)
+    finally:
+        runner._drafter, runner._rows.batch_at = drafting.watched, behind
+        runner._graphs = runner._mixed_graphs = None
 
 
 def test_drafts_beside_prompts_replay_graphs(drafting):

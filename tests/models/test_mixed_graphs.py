@@ -240,7 +240,9 @@ def test_data_parallel_ranks_replay_the_graph_of_the_busiest(tmp_path):
             num_decodes=num_decodes, num_chunks=num_chunks, num_prompt_tokens=num_tokens,
             longest_prefix=0, is_eager=False,
         )  # fmt: skip
-        padded.forward(replace(plan, peers=PeerLoads(num_tokens=(1, 1), most=most)))
+        padded.forward(
+            replace(plan, peers=PeerLoads(num_tokens=(1, 1), num_sampling=(1, 1), most=most))
+        )
         got = padded.sample(number, LateInputs()).wait()
         assert got.ran_as is RanAs.GRAPH and len(got.token_ids) == len(parts)
         if parts:

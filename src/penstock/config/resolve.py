@@ -86,7 +86,6 @@ def resolve(
     mesh = choices.add("mesh", _mesh(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
     drafting = _drafting(config, spec, choices, draft)
-    _check_drafting(mesh, drafting)
     cached_spec = spec.with_mtp_layer() if isinstance(drafting, MTPDrafting) else spec
     graph_batch_sizes = choices.add(
         "graph_batch_sizes",
@@ -272,15 +271,6 @@ def _check_stages(config: EngineConfig, spec: ModelSpec) -> None:
                 f"{number} has {len(layers)}, which do not have all kinds of cache that the model "
                 "has; use fewer stages"
             )
-
-
-def _check_drafting(mesh: MeshShape, drafting: Drafting | None) -> None:
-    if mesh.dp > 1 and not isinstance(drafting, NGramDrafting | None):
-        raise ConfigError(
-            f"enable_attention_dp with {mesh.dp} ranks and a speculative_config whose drafts a "
-            "model makes cannot be combined yet: a rank drafts when it has sequences, its layers "
-            "need all ranks; leave one of the two out, or draft by NGram"
-        )
 
 
 def _check_adapters(config: EngineConfig) -> None:

@@ -25,6 +25,7 @@ from penstock.layers.mlp import GatedMLP
 from penstock.layers.moe import experts_or_mlp
 from penstock.layers.norm import ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
+from penstock.layers.token_exchange import TokenExchange
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.shard import whole
 from penstock.types.model_spec import ModelSpec
@@ -64,6 +65,7 @@ class _Block(nn.Module):
         self.post_norm = ResidualNorm(size, eps, build)
         self.mlp = experts_or_mlp(spec, 0, build)
         assert isinstance(self.mlp, GatedMLP)
+        self.exchange = TokenExchange(build)
 
     def forward(
         self, embedding_TD: Tensor, hidden_TD: Tensor, batch: ForwardBatch
@@ -71,9 +73,10 @@ class _Block(nn.Module):
         both = torch.cat((self.embed_norm(embedding_TD), self.hidden_norm(hidden_TD)), dim=-1)
         wanted = self.attention.input_format(batch.num_tokens)
         x_TD = self.attention(converted(both, wanted), batch)
-        wanted = self.mlp.input_format(batch.num_tokens)
-        x, residual_TD = self.post_norm(x_TD, hidden_TD, wanted)
-        return self.mlp(x, batch), residual_TD
+        wanted = self.mlp.input_format(self.exchange.num_tokens(batch))
+        x, residual_TD = self.post_norm(x_TD, hidden_TD, self.exchange.sent_as(wanted))
+        x = self.exchange.gather(x, wanted, batch)
+        return self.exchange.scatter(self.mlp(x, batch), batch), residual_TD
 
 
 class Eagle3Head(nn.Module):

@@ -34,6 +34,8 @@ class DrafterInputs:
     max_drafts: int | None  # worth drafting; None: as many as the drafter likes
     max_kv_lens: Int32s  # host, of each row: it has blocks for so many tokens
     fed: FedTokens | None  # for drafters that follow steps
+    # Rows of each data-parallel rank, where ranks differ: one without any drafts for a padding row.
+    rank_rows: tuple[int, ...] | None = None
 
     @property
     def max_kv_len(self) -> int:

@@ -98,6 +98,7 @@ class HeadDrafter:
             else:
                 longest = step.max_kv_len + self.max_drafts
                 batch = self._rows.batch_at(step.rows_N, at_N, longest, ends_N=ends_N)
+                batch.rank_tokens = step.rank_rows
                 x_ND, hidden_ND = self._head(self._embedded(known_N), hidden_ND, batch)
                 draft_N = self._best(x_ND)
             drafts.append(torch.where((at_N < ends_N) & (drafts[-1] >= 0), draft_N, -1))

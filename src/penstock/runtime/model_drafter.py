@@ -71,6 +71,7 @@ class ModelDrafter:
                 batch = self._rows.batch_at(
                     step.rows_N, at_N, longest, input_ids_N=token_ids_N, ends_N=ends_N
                 )
+                batch.rank_tokens = step.rank_rows
                 token_ids_N = self._model.logits(self._model(batch)).argmax(-1)
             drafts_NK[:, index] = torch.where(at_N < ends_N, token_ids_N, -1)
         return drafts_NK

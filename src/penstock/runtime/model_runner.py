@@ -165,7 +165,8 @@ class ModelRunner:
         self._mixed_graphs = mixed_graphs
 
     def capture_drafter(self, pool: GraphPool, config: RunConfig, max_kv_len: int) -> None:
-        if self._drafter is not None:
+        # Data-parallel ranks do not agree on graphs of what they draft.
+        if self._drafter is not None and config.mesh.dp == 1:
             sizes, may_pad = config.graph_batch_sizes, config.graph_padding
             self._drafter.capture(pool, sizes, may_pad, max_kv_len)
 
@@ -232,10 +233,12 @@ class ModelRunner:
         """A step with prompts; `tokens` has each token of a decode as one of its own."""
         logits_LV, kv_lens_L, rows_L, hidden_TE = outputs
         rows, fed = tokens.rows[tokens.num_logit_rows > 0], None
-        if hidden_TE is not None:
+        if hidden_TE is not None and plan.num_entries:
             build = self._rows.build if drafted is None else self._rows.build_drafted
             inputs = build(plan, is_grown=True)
-            fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L)
+            fed = self._fed_anew(plan, inputs.batch, hidden_TE, inputs.logit_index_L)
+        elif hidden_TE is not None:
+            fed = self._fed_padding(plan, hidden_TE)
         return _Forwarded(
             plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed=fed
         )
@@ -251,17 +254,33 @@ class ModelRunner:
         """A step of decodes."""
         logits_LV, kv_lens_L, rows_L, hidden_TE = outputs
         fed = None
-        if hidden_TE is not None:
+        if hidden_TE is not None and len(rows):
             batch = self._rows.batch_at(
                 rows_L,
                 kv_lens_L.long() - 1,
                 int(plan.max_kv_lens.max()),
                 input_ids_N=self._rows.fed_ids(rows_L, offsets),
             )
-            fed = _Fed(batch, hidden_TE, None)
+            fed = self._fed_anew(plan, batch, hidden_TE, None)
+        elif hidden_TE is not None:
+            fed = self._fed_padding(plan, hidden_TE)
         return _Forwarded(
             plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed=fed
         )
+
+    def _fed_anew(
+        self, plan: StepPlan, batch: ForwardBatch, hidden_TE: Tensor, logit_index_L: Tensor | None
+    ) -> _Fed:
+        """`batch`: built again of what a graph was fed."""
+        if plan.peers is not None:
+            batch.rank_tokens = plan.peers.num_tokens
+        return _Fed(batch, hidden_TE, logit_index_L)
+
+    def _fed_padding(self, plan: StepPlan, hidden_TE: Tensor) -> _Fed:
+        """Of a rank without entries: the token it ran for the others."""
+        rows_N = torch.tensor([self._rows.padding_row], device=self._rows.device)
+        batch = self._rows.batch_at(rows_N, torch.zeros_like(rows_N), 1)
+        return self._fed_anew(plan, batch, hidden_TE.new_zeros(1, hidden_TE.shape[1]), None)
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
         graphs, mixed = self._graphs, self._mixed_graphs
@@ -354,9 +373,7 @@ class ModelRunner:
             else:
                 num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
         elif self._drafter is not None and self._is_followed:
-            self._drafter.draft(
-                self._drafter_inputs(step, step.rows_L, step.kv_lens_L, drawn_2L[0])
-            )
+            self._drafter.draft(self._idle_inputs(step))
         return DeviceStep(
             step.plan,
             drawn_2L,
@@ -389,6 +406,31 @@ class ModelRunner:
         )
         self._rows.drafts_RK.index_copy_(0, rows_N, drafts_NK)
         return accepted.num_accepted_N, drafts_NK
+
+    def _idle_inputs(self, step: _Forwarded) -> DrafterInputs:
+        """Where nothing is drawn: a drafter keeps up. Where other ranks draft, whose layers need
+        this one, too, it drafts for the padding row."""
+        assert step.fed is not None
+        peers, fed = step.plan.peers, step.fed
+        pads = peers is not None and any(peers.num_sampling)
+        rows_N = torch.full((int(pads),), self._rows.padding_row, device=self._rows.device)
+        nothing_N = torch.zeros_like(rows_N)
+        next_ids_T = fed.batch.input_ids_T.roll(-1)
+        if (ends := self._rows.next_of_chunks(step.plan)) is not None:
+            last_C, ids_C = ends
+            next_ids_T[last_C] = ids_C
+        return DrafterInputs(
+            rows_N=rows_N,
+            indices_N=nothing_N,
+            token_ids_NW=nothing_N[:, None],
+            num_accepted_N=nothing_N + 1,
+            max_drafts=step.plan.max_drafts,
+            max_kv_lens=np.ones(int(pads), np.int32),
+            fed=FedTokens(
+                batch=fed.batch, hidden_TE=fed.hidden_TE, next_ids_T=next_ids_T, last_N=nothing_N
+            ),
+            rank_rows=_rank_rows(step.plan),
+        )
 
     def _drafter_inputs(
         self,
@@ -429,6 +471,7 @@ class ModelRunner:
             max_drafts=step.plan.max_drafts,
             max_kv_lens=step.plan.max_kv_lens[step.plan.num_logit_rows > 0],
             fed=fed,
+            rank_rows=_rank_rows(step.plan),
         )
 
     def padded_step(self, shape: StepShape, max_kv_len: int) -> GraphStep:
@@ -458,3 +501,8 @@ class ModelRunner:
             return self._model.logits(hidden_ND), batch.kv_lens_N, rows_N.long(), hidden_NE
 
         return step
+
+
+def _rank_rows(plan: StepPlan) -> tuple[int, ...] | None:
+    """What `DrafterInputs.rank_rows` is in this step."""
+    return None if plan.peers is None else tuple(max(1, num) for num in plan.peers.num_sampling)

@@ -45,6 +45,7 @@ def split_plan(plan: StepPlan, num_ranks: int, is_eager: bool = False) -> list[R
     loads = [part.load for part in parts]
     peers = PeerLoads(
         num_tokens=tuple(max(1, int(part.num_tokens.sum())) for part in parts),
+        num_sampling=tuple(int((part.num_logit_rows > 0).sum()) for part in parts),
         most=StepLoad(
             num_decodes=max(load.num_decodes for load in loads),
             num_chunks=max(load.num_chunks for load in loads),

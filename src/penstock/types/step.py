@@ -96,6 +96,7 @@ class PeerLoads:
     """What the data-parallel ranks of a step run, each its own entries."""
 
     num_tokens: tuple[int, ...]  # of each rank; one without entries runs a padding token
+    num_sampling: tuple[int, ...]  # entries of each rank that have logits
     most: StepLoad  # of each number the largest: all ranks replay the same graph, or none
 
 

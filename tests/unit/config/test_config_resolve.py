@@ -519,14 +519,6 @@ def test_adapters_are_refused_where_tokens_or_layers_are_elsewhere(asked, name):
     assert run(EIGHT_GPUS, enable_lora=True, tensor_parallel_size=2).lora is not None
 
 
-def test_drafts_of_a_model_are_refused_where_ranks_have_their_own_requests():
-    asked = {"speculative_config": {"decoding_type": "MTP", "max_draft_len": 1}}
-    spec = make_spec(num_nextn_predict_layers=1)
-    with pytest.raises(ConfigError, match="with 2 ranks and a speculative_config whose drafts"):
-        run(EIGHT_GPUS, spec, tensor_parallel_size=2, enable_attention_dp=True, **asked)
-    assert run(EIGHT_GPUS, spec, enable_attention_dp=True, **asked).drafting is not None
-
-
 def test_stages_have_a_step_each_and_ranks_of_their_own():
     config = run(EIGHT_GPUS, tensor_parallel_size=4, pipeline_parallel_size=2)
     assert config.mesh == MeshShape(pp=2, tp=4) and config.depth == 3
