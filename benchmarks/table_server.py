@@ -3,6 +3,7 @@
 import argparse
 import concurrent.futures
 import contextlib
+import shutil
 import socket
 import statistics
 import subprocess
@@ -29,12 +30,17 @@ LATE_S = 20.0  # watched of the time after
 
 
 @contextlib.contextmanager
-def serving(row: Row, settings: dict[str, Any], home: Path) -> Iterator[tuple[str, float]]:
-    """(its address, seconds from the spawn to the first token). `home`: its cache folder."""
+def serving(
+    row: Row, settings: dict[str, Any], home: Path, tokenizer: Path | None = None
+) -> Iterator[tuple[str, float]]:
+    """(its address, seconds from the spawn to the first token). `home`: its cache folder.
+    `tokenizer`: a folder whose files lie beside the model's."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     log = home / "server.log"
     with model_folder(row) as folder:
+        if tokenizer is not None:
+            shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
         config = Path(folder, "serve.yaml")
         config.write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-m", "penstock", "serve", folder, "--port", str(port)]

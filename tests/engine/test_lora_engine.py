@@ -3,12 +3,14 @@ The truth is transformers with the adapter merged by hand."""
 
 import pytest
 import torch
+from graph_steps import Repeats, mixed_graphs
 from local_engine import LocalEngine
 from lora_models import make_adapter, merge
 from tiny_models import make_checkpoint, reference_model
 
 from penstock.errors import ConfigError
 from penstock.ipc.messages import Submit
+from penstock.runtime.graphs import DecodeGraphs
 from penstock.types.lora_request import adapter_of
 from penstock.types.request import FinishReason, Request, request_id
 from penstock.types.sampling import SamplingParams
@@ -147,6 +149,37 @@ def test_steps_without_adapters_do_not_know_of_them(made, monkeypatch):
     submit(local, 2, PROMPTS[1])  # in the row that had one
     local.run()
     assert all(one is None for one in seen)
+
+
+def test_graphs_of_steps_without_adapters_do_not_run_them(made, monkeypatch):
+    """Each size is captured with adapters and without; a step takes the one that it needs."""
+    folder, paths, truth = made
+    local = engine(folder, **lora())
+    runner = local.loop._executor._executor._runner
+    graphs = DecodeGraphs(runner.decode_step(COMMON["max_seq_len"]), (1, 4), True, runner._rows)
+    graphs.capture(Repeats())
+    runner.use_graphs(graphs, mixed_graphs(runner, COMMON["max_seq_len"]))
+    seen = []
+    for captured in graphs._captured.values():
+        monkeypatch.setattr(captured, "step", watched(captured.step, seen))
+    for kinds in runner._mixed_graphs._captured.values():
+        for captured in kinds.values():
+            monkeypatch.setattr(captured, "step", watched(captured.step, seen))
+    rid = submit(local, 0, PROMPTS[0])
+    local.run()
+    assert local.tokens(rid) == truth[None, 0] and len(seen) == NUM_TOKENS and not any(seen)
+    both = [submit(local, 1, PROMPTS[0], paths["a1"]), submit(local, 2, PROMPTS[1])]
+    local.run()
+    assert [local.tokens(one) for one in both] == [truth["a1", 0], truth[None, 1]]
+    assert any(seen)
+    seen.clear()
+    rid = submit(local, 3, PROMPTS[1])  # in a row that had one
+    local.run()
+    assert local.tokens(rid) == truth[None, 1] and seen and not any(seen)
+
+
+def watched(step, seen):
+    return lambda inputs, has_fields: seen.append(has_fields) or step(inputs, has_fields)
 
 
 def test_a_folder_that_is_none_ends_its_request_alone(made, tmp_path):

@@ -96,8 +96,11 @@ class AdapterField:
             0, to_device(rows, self._device), to_device(np.array(slots, np.int32), self._device)
         )
 
+    def is_wanted(self, rows: Int32s) -> bool:
+        return bool(self._is_adapted[rows].any())
+
     def attach(self, batch: ForwardBatch, rows_T: Tensor, rows: Int32s | None) -> None:
-        if rows is None or self._is_adapted[rows].any():
+        if rows is None or self.is_wanted(rows):
             slots_T, groups_NG = self._slots_R[rows_T], None
             if slots_T.is_cuda:
                 groups_NG = lora_groups(slots_T[: batch.num_decodes], _GROUP_SIZE)

@@ -23,9 +23,12 @@ class BatchField(Protocol):
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows held is gone. Before the step that they are in."""
 
+    def is_wanted(self, rows: Int32s) -> bool:
+        """Whether a step of these rows takes it."""
+
     def attach(self, batch: ForwardBatch, rows_T: Tensor, rows: Int32s | None) -> None:
         """Write the field of a batch whose tokens have these rows. Nothing waits for the device.
 
         `rows`: all of them, on the host. None: the host does not know them, the batch is captured
-        once and serves any.
+        once and serves any. Steps that no field is wanted for have graphs of their own.
         """

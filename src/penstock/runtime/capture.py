@@ -26,6 +26,7 @@ def capture_graphs(
 ) -> None:
     """Graphs of the largest step first: the smaller ones live in its memory."""
     num_graphs = len(config.graph_batch_sizes) + len(shapes_at_start(config))
+    num_graphs *= len(rows.graph_kinds)
     with timeline.phase(f"capture {num_graphs} graphs"):
         before, pool = torch.cuda.memory_reserved(), GraphPool()
         mixed = mixed_graphs(runner, rows, model, config, max_kv_len, pool)

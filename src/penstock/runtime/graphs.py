@@ -22,9 +22,9 @@ from penstock.types.step import Int32s
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """logits_NV, kv_lens_N, rows_N as int64; hidden states of all tokens where a drafter reads them"""
-GraphStep = Callable[[Tensor], Outputs]
-"""From `decode_inputs`, or from a step as `StepShape` packs it; builds everything on the device and
-waits for nothing."""
+GraphStep = Callable[[Tensor, bool], Outputs]
+"""From `decode_inputs`, or from a step as `StepShape` packs it, and whether the batch has fields of
+features; builds everything on the device and waits for nothing."""
 T = TypeVar("T")
 
 
@@ -47,10 +47,14 @@ class GraphPool:
         self._stream = torch.cuda.Stream()
 
     def capture(
-        self, step: GraphStep, inputs: Tensor, warmup: AbstractContextManager[None] | None = None
+        self,
+        step: GraphStep,
+        inputs: Tensor,
+        has_fields: bool,
+        warmup: AbstractContextManager[None] | None = None,
     ) -> "Captured":
         """`warmup`: what to run the step in once before, where that may be less than all of it."""
-        graph, outputs = self._capture(lambda: step(inputs), warmup)
+        graph, outputs = self._capture(lambda: step(inputs, has_fields), warmup)
         logits_NV, kv_lens_N, rows_N, hidden_TE = outputs
         if hidden_TE is not None:
             hidden_TE = _borrowed(hidden_TE)
@@ -137,11 +141,13 @@ class DecodeGraphs:
         self._sizes = np.array(sorted(sizes), np.int64)
         self._may_pad = may_pad
         self._rows = rows
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[tuple[int, bool], Captured] = {}  # by size, and whether with fields
 
     def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
-            self._captured[size] = pool.capture(self._step, decode_inputs(self._rows, size))
+            for has_fields in self._rows.graph_kinds:
+                inputs = decode_inputs(self._rows, size)
+                self._captured[size, has_fields] = pool.capture(self._step, inputs, has_fields)
 
     def fits(self, num_entries: int) -> bool:
         return self._padded(num_entries) is not None
@@ -162,7 +168,8 @@ class DecodeGraphs:
         padded[0, : len(rows)] = rows
         if offsets is not None:
             padded[1, : len(rows)] = offsets
-        outputs = self._captured[size].replay(padded.reshape(-1))
+        captured = self._captured[size, self._rows.want_fields(rows)]
+        outputs = captured.replay(padded.reshape(-1))
         logits_NV, kv_lens_N, rows_N, hidden_ND = (
             None if one is None else one[: len(rows)] for one in outputs
         )

@@ -222,7 +222,7 @@ class Rows:
         return DraftedRows(plan.num_logit_rows[sampling], self.drafts_RK[rows_N, :most])
 
     def padded_batch(
-        self, packed: Tensor, shape: StepShape, max_kv_len: int
+        self, packed: Tensor, shape: StepShape, max_kv_len: int, rows: Int32s | None = None
     ) -> tuple[ForwardBatch, Tensor]:
         """A step of any mix as `shape` packs it, built on the device; and the entries that have
         logits, in order, then others."""
@@ -232,6 +232,7 @@ class Rows:
             num_decodes=shape.num_decodes,
             max_query_len=shape.num_prompt_tokens,
             max_kv_len=max_kv_len,
+            rows=rows,
         )
         self.lengths_R[self.padding_row :].zero_()
         return batch, logit_entries_N.long()
@@ -431,6 +432,15 @@ class Rows:
         last = np.cumsum(plan.num_tokens)[chunks] - 1
         last_C, ids_C = to_device(np.array((last, ids), np.int64), self.device)
         return last_C, ids_C
+
+    @property
+    def graph_kinds(self) -> tuple[bool, ...]:
+        """Whether the batch has fields, of each kind of graph that is captured."""
+        return (True, False) if self._fields else (False,)
+
+    def want_fields(self, rows: Int32s) -> bool:
+        """Whether a step of these rows takes any."""
+        return any(field.is_wanted(rows) for field in self._fields)
 
     def _with_fields(
         self, rows_T: Tensor, batch: ForwardBatch, rows: Int32s | None

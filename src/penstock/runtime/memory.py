@@ -137,6 +137,8 @@ def _graph_bytes(config: RunConfig, activations: int, num_layers: int) -> int:
     share = min(1.0, largest / config.max_num_tokens)
     largest_mix = max(map(sum, config.graph_mixes), default=0)  # may be padded beyond a step
     num_mixes = len(config.graph_mixes) + len(config.graph_mixes_when_idle)
+    if config.lora is not None:
+        num_mixes *= 2  # steps without adapters have their own
     activations = int(activations * max(share, largest_mix / config.max_num_tokens))
     return _GRAPH_BASE_BYTES + activations + num_mixes * num_layers * _MIXED_LAYER_BYTES
 

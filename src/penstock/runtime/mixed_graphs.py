@@ -47,7 +47,8 @@ class MixedGraphs:
         self._pool = pool
         self._warmup = warmup
         self._max_prefix = max_prefix
-        self._captured: dict[StepShape, Captured] = {}  # by size, the smallest first
+        # By size, the smallest first; of each kind: with fields or without.
+        self._captured: dict[StepShape, dict[bool, Captured]] = {}
 
     def capture(self) -> None:
         """What is captured at start, the largest first."""
@@ -61,9 +62,14 @@ class MixedGraphs:
         return bool(self._left)
 
     def _capture(self, shape: StepShape) -> None:
-        inputs = torch.from_numpy(shape.padding(self._rows.padding_row)).to(self._rows.device)
-        captured = self._pool.capture(self._step(shape), inputs, self._warmup())
-        known = {**self._captured, shape: captured}
+        padding = torch.from_numpy(shape.padding(self._rows.padding_row))
+        kinds = {}
+        for has_fields in self._rows.graph_kinds:
+            inputs = padding.to(self._rows.device, copy=True)
+            kinds[has_fields] = self._pool.capture(
+                self._step(shape), inputs, has_fields, self._warmup()
+            )
+        known = {**self._captured, shape: kinds}
         self._captured = dict(sorted(known.items(), key=lambda item: _size(item[0])))
 
     def fits(self, load: StepLoad) -> bool:
@@ -78,7 +84,8 @@ class MixedGraphs:
         shape = self._shape_of(load)
         assert shape is not None, plan
         packed = shape.pack(plan, self._rows.padding_row, self._rows.prefill_ids)
-        logits_NV, kv_lens_N, rows_N, hidden_TE = self._captured[shape].replay(packed)
+        captured = self._captured[shape][self._rows.want_fields(plan.rows)]
+        logits_NV, kv_lens_N, rows_N, hidden_TE = captured.replay(packed)
         if hidden_TE is not None:  # without padding
             first, num_tokens = shape.num_decodes, int(plan.num_tokens.sum())
             chunks = hidden_TE[first : first + num_tokens - plan.num_decodes]

@@ -38,6 +38,7 @@ from penstock.types.step import Int32s, LateInputs, RanAs, StepPlan, StepResult
 from penstock.types.step_costs import StepCosts
 
 _BYTES_PERIOD_S = 1.0
+_NO_ROWS = np.zeros(0, np.int32)  # that want a field
 
 
 @dataclass(slots=True)
@@ -479,8 +480,9 @@ class ModelRunner:
         are, those that the step asks for first."""
 
         @torch.inference_mode()
-        def step(packed: Tensor) -> Outputs:
-            batch, entries_N = self._rows.padded_batch(packed, shape, max_kv_len)
+        def step(packed: Tensor, has_fields: bool) -> Outputs:
+            rows = None if has_fields else _NO_ROWS
+            batch, entries_N = self._rows.padded_batch(packed, shape, max_kv_len, rows)
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)[entries_N]
             hidden_TD, hidden_TE = self._hidden(batch)
             logits_NV = self._model.logits(hidden_TD[last_N])
@@ -494,9 +496,10 @@ class ModelRunner:
         has_offsets = self._rows.decode_width > 1
 
         @torch.inference_mode()
-        def step(inputs: Tensor) -> Outputs:
+        def step(inputs: Tensor, has_fields: bool) -> Outputs:
             rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
-            batch = self._rows.decode_batch(rows_N, max_kv_len, offsets_N=offsets_N)
+            rows = None if has_fields else _NO_ROWS
+            batch = self._rows.decode_batch(rows_N, max_kv_len, rows, offsets_N)
             hidden_ND, hidden_NE = self._hidden(batch)
             return self._model.logits(hidden_ND), batch.kv_lens_N, rows_N.long(), hidden_NE
 

@@ -59,7 +59,8 @@ def run_decodes(
     step = runner.decode_step(max_kv_len)
     with model.shortened():
         for size in sizes:
-            step(decode_inputs(rows, size))
+            for has_fields in rows.graph_kinds:
+                step(decode_inputs(rows, size), has_fields)
 
 
 def run_padded(
@@ -73,8 +74,9 @@ def run_padded(
     even one that waits until the server is idle."""
     with model.shortened():
         for shape in shapes:
-            packed = torch.from_numpy(shape.padding(rows.padding_row))
-            runner.padded_step(shape, max_kv_len)(packed.to(rows.device))
+            packed = torch.from_numpy(shape.padding(rows.padding_row)).to(rows.device)
+            for has_fields in rows.graph_kinds:
+                runner.padded_step(shape, max_kv_len)(packed, has_fields)
 
 
 @torch.inference_mode()

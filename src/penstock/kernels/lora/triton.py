@@ -5,8 +5,8 @@ a CUDA graph serves any mix of adapters. Single tokens are GEMVs as fast as thei
 read, which a few of one adapter share; tokens of prompts, which come in runs of one adapter, are
 tiles on tensor cores.
 
-Legend: T tokens, I inputs, O outputs, S slots, P parts of the outputs, R largest rank, K splits
-of the inputs, G tokens of a group.
+Legend: T tokens, I inputs, O outputs, S slots, P parts of the outputs, R largest rank, G tokens of
+a group.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.device import num_sms
 from penstock.kernels.lora.reference import lora, lora_groups
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -22,10 +23,11 @@ from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import dot
 
 _MAX_PARTS = 4
-_ROWS = 8  # of A in a program of single tokens
-_SPLIT = 2048  # inputs of such a program
-_BLOCK_O = 512  # outputs of a program of single tokens
+# Of single tokens:
+_BLOCK_A = 16384  # numbers of A that a program reads at once, in whole rows where they fit
+_BLOCK_O = 512  # outputs of a program: a thread has eight, and all rows of B
 _RANKS = 16  # rows of B read at once
+_SHRINKS, _EXPANDS = 4, 8  # programs on a multiprocessor, each of which takes item after item
 _TILE_T, _TILE_I, _TILE_O = 64, 128, 128
 
 # Where prompts begin among the slots of a step is not aligned: one kernel for any place.
@@ -79,78 +81,109 @@ def _groups(slots_ptr, groups_ptr, num_tokens, G: tl.constexpr, BLOCK: tl.conste
 @_jit()
 def _shrink(
     x_ptr, a_ptr, ranks_ptr, slots_ptr, groups_ptr, v_ptr, stride_x, num_tokens,
-    IN: tl.constexpr, P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    IN: tl.constexpr, P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
     G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """v[k, t, p, r] = a[slot, p, r, inputs of k] . x[t, inputs of k]; one program per group, ROWS
-    rows of a part and split. Slots and groups are as old as the step and need no wait."""
-    first = tl.program_id(0)
-    part, first_row = tl.program_id(1) // (R // ROWS), tl.program_id(1) % (R // ROWS) * ROWS
-    split = tl.program_id(2)
+    """v[t, p, r] = a[slot, p, r] . x[t]: ROWS rows of a part for one group at a time. Slots and
+    groups are as old as the step and need no wait."""
     let_next_start(PDL)
-    is_group = tl.load(groups_ptr + first * G) >= 0
-    slot = tl.load(slots_ptr + first, mask=is_group, other=0).to(tl.int64)
-    rank = tl.load(ranks_ptr + slot * P + part, mask=is_group, other=0)
-    if first_row >= rank:
+    blocks = P * (R // ROWS)
+    inputs = tl.arange(0, BLOCK_I)
+    is_input = (inputs < IN)[None, :]
+    for item in range(tl.program_id(0), num_tokens * blocks, tl.num_programs(0)):
+        first, block = item // blocks, item % blocks
+        part, rows = block // (R // ROWS), block % (R // ROWS) * ROWS + tl.arange(0, ROWS)
+        is_group = tl.load(groups_ptr + first * G) >= 0
+        slot = tl.load(slots_ptr + first, mask=is_group, other=0).to(tl.int64)
+        rank = tl.load(ranks_ptr + slot * P + part, mask=is_group, other=0)
+        is_row = (rows < rank)[:, None]
+        a_rows = a_ptr + ((slot * P + part) * R + rows[:, None]) * IN
+        a_first = tl.load(a_rows + inputs[None, :], mask=is_row & is_input, other=0.0)
         wait_for_previous(PDL)
-        return
-    rows, inputs = first_row + tl.arange(0, ROWS), split * SPLIT + tl.arange(0, SPLIT)
-    is_input = inputs < IN
-    a_rows = a_ptr + ((slot * P + part) * R + rows[:, None]) * IN
-    mask = (rows < rank)[:, None] & is_input[None, :]
-    a = tl.load(a_rows + inputs[None, :], mask=mask, other=0.0)
-    wait_for_previous(PDL)
-    for member in tl.static_range(G):
-        token = tl.load(groups_ptr + first * G + member).to(tl.int64)
-        if token >= 0:
-            x = tl.load(x_ptr + token * stride_x + inputs, mask=is_input, other=0.0)
-            v = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-            at = ((split.to(tl.int64) * num_tokens + token) * P + part) * R
-            tl.store(v_ptr + at + rows, v, mask=rows < rank)
+        if block % (R // ROWS) * ROWS < rank:
+            for pair in tl.static_range(0, G, 2):
+                token0 = tl.load(groups_ptr + first * G + pair).to(tl.int64)
+                token1 = tl.load(groups_ptr + first * G + pair + 1).to(tl.int64)
+                if token0 >= 0:
+                    x0, x1 = x_ptr + token0 * stride_x, x_ptr + token1 * stride_x
+                    in1 = tl.where(token1 >= 0, IN, 0)  # the second may be none
+                    v0, v1 = _products(a_first, x0, x1, inputs, IN, in1)
+                    for start in tl.static_range(BLOCK_I, IN, BLOCK_I):
+                        at = start + inputs
+                        mask = is_row & (at < IN)[None, :]
+                        a = tl.load(a_rows + at[None, :], mask=mask, other=0.0)
+                        more0, more1 = _products(a, x0, x1, at, IN, in1)
+                        v0 += more0
+                        v1 += more1
+                    v_rows = v_ptr + part * R + rows
+                    tl.store(v_rows + token0 * P * R, v0, mask=rows < rank)
+                    rank1 = tl.where(token1 >= 0, rank, 0)
+                    tl.store(v_rows + token1 * P * R, v1, mask=rows < rank1)
+
+
+@triton.jit
+def _products(a, x0_ptr, x1_ptr, inputs, in0, in1):
+    """a . x of two tokens, whose loads are under way together."""
+    x0 = tl.load(x0_ptr + inputs, mask=inputs < in0, other=0.0).to(tl.float32)
+    x1 = tl.load(x1_ptr + inputs, mask=inputs < in1, other=0.0).to(tl.float32)
+    a = a.to(tl.float32)
+    return tl.sum(a * x0[None, :], 1), tl.sum(a * x1[None, :], 1)
 
 
 @_jit()
 def _expand(
     v_ptr, b_ptr, ranks_ptr, slots_ptr, groups_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
-    OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK_O: tl.constexpr, G: tl.constexpr, PDL: tl.constexpr,
+    OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCKS: tl.constexpr, G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[t, o] += sum over r and k of v[k, t, p, r] * b[slot, r, o]; one program per group and block
-    of outputs."""
-    first = tl.program_id(0)
-    part, begin, size = _part_of(tl.program_id(1), n0, n1, n2, n3, BLOCK_O)
+    """y[t, o] += sum over r of v[t, p, r] * b[slot, r, o]: a block of outputs for one group at a
+    time."""
     let_next_start(PDL)
-    is_group = tl.load(groups_ptr + first * G) >= 0
-    slot = tl.load(slots_ptr + first, mask=is_group, other=0).to(tl.int64)
-    rank = tl.load(ranks_ptr + slot * P + part, mask=is_group, other=0)
-    if rank == 0:
+    outputs, rows = tl.arange(0, BLOCK_O), tl.arange(0, RANKS)
+    for item in range(tl.program_id(0), num_tokens * BLOCKS, tl.num_programs(0)):
+        first = item // BLOCKS
+        part, begin, size = _part_of(item % BLOCKS, n0, n1, n2, n3, BLOCK_O)
+        is_group = tl.load(groups_ptr + first * G) >= 0
+        slot = tl.load(slots_ptr + first, mask=is_group, other=0).to(tl.int64)
+        rank = tl.load(ranks_ptr + slot * P + part, mask=is_group, other=0)
+        is_output = outputs < size
+        b_ptrs = b_ptr + slot * R * OUT + begin + rows[:, None] * OUT + outputs[None, :]
+        mask = (rows < rank)[:, None] & is_output[None, :]
+        b_first = tl.load(b_ptrs, mask=mask, other=0.0)
         wait_for_previous(PDL)
-        return
-    outputs = tl.arange(0, BLOCK_O)
-    is_output = outputs < size
-    rows, splits = tl.arange(0, RANKS), tl.arange(0, BLOCK_K)
-    b_ptr += slot * R * OUT + begin + outputs[None, :]
-    mask = (rows < rank)[:, None] & is_output[None, :]
-    b_first = tl.load(b_ptr + rows[:, None] * OUT, mask=mask, other=0.0)
-    is_split = (splits < K)[:, None]
-    wait_for_previous(PDL)
-    for member in tl.static_range(G):
-        token = tl.load(groups_ptr + first * G + member).to(tl.int64)
-        if token >= 0:
-            v_at = v_ptr + (splits[:, None].to(tl.int64) * num_tokens + token) * P * R + part * R
-            y_at = y_ptr + token * stride_y + begin + outputs
-            y = tl.load(y_at, mask=is_output, other=0.0).to(tl.float32)
-            v_mask = is_split & (rows < rank)[None, :]
-            v = tl.sum(tl.load(v_at + rows[None, :], mask=v_mask, other=0.0), 0)
-            y += tl.sum(b_first.to(tl.float32) * v[:, None], 0)
-            for row in range(RANKS, rank, RANKS):
-                more = row + tl.arange(0, RANKS)
-                mask = (more < rank)[:, None] & is_output[None, :]
-                b = tl.load(b_ptr + more[:, None] * OUT, mask=mask, other=0.0)
-                v_mask = is_split & (more < rank)[None, :]
-                v = tl.sum(tl.load(v_at + more[None, :], mask=v_mask, other=0.0), 0)
-                y += tl.sum(b.to(tl.float32) * v[:, None], 0)
-            tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_output)
+        if rank > 0:
+            for pair in tl.static_range(0, G, 2):
+                token0 = tl.load(groups_ptr + first * G + pair).to(tl.int64)
+                token1 = tl.load(groups_ptr + first * G + pair + 1).to(tl.int64)
+                if token0 >= 0:
+                    rank1 = tl.where(token1 >= 0, rank, 0)  # the second may be none
+                    y0_at = y_ptr + token0 * stride_y + begin + outputs
+                    y1_at = y_ptr + token1 * stride_y + begin + outputs
+                    is_y1 = outputs < tl.where(token1 >= 0, size, 0)
+                    y0 = tl.load(y0_at, mask=is_output, other=0.0)
+                    y1 = tl.load(y1_at, mask=is_y1, other=0.0)
+                    v0_ptr = v_ptr + (token0 * P + part) * R
+                    v1_ptr = v_ptr + (token1 * P + part) * R
+                    own0, own1 = _sums(b_first, v0_ptr, v1_ptr, rows, rank, rank1)
+                    for row in range(RANKS, rank, RANKS):
+                        at = row + rows
+                        mask = (at < rank)[:, None] & is_output[None, :]
+                        b = tl.load(b_ptrs + row * OUT, mask=mask, other=0.0)
+                        more0, more1 = _sums(b, v0_ptr, v1_ptr, at, rank, rank1)
+                        own0 += more0
+                        own1 += more1
+                    dtype = y_ptr.dtype.element_ty
+                    tl.store(y0_at, (y0.to(tl.float32) + own0).to(dtype), mask=is_output)
+                    tl.store(y1_at, (y1.to(tl.float32) + own1).to(dtype), mask=is_y1)
+
+
+@triton.jit
+def _sums(b, v0_ptr, v1_ptr, rows, rank0, rank1):
+    """v . b of two tokens, whose loads are under way together."""
+    v0 = tl.load(v0_ptr + rows, mask=rows < rank0, other=0.0)
+    v1 = tl.load(v1_ptr + rows, mask=rows < rank1, other=0.0)
+    b = b.to(tl.float32)
+    return tl.sum(b * v0[:, None], 0), tl.sum(b * v1[:, None], 0)
 
 
 @_jit()
@@ -242,7 +275,8 @@ def lora_groups_triton(slots, size):
 def _fits(x, y, a, b, ranks, slots, part_sizes, groups):
     size = a.shape[2]
     is_power = size & (size - 1) == 0
-    return len(part_sizes) <= _MAX_PARTS and is_power and 16 <= size <= 256
+    is_even = groups is None or groups.shape[1] % 2 == 0
+    return len(part_sizes) <= _MAX_PARTS and is_power and 16 <= size <= 256 and is_even
 
 
 @lora.impl("triton", needs=arch(80), fits=_fits)
@@ -264,19 +298,20 @@ def _sizes(part_sizes):
 
 def _singles(x, y, a, b, ranks, slots, part_sizes, groups):
     num_tokens, (num_parts, size, in_size) = x.shape[0], a.shape[1:]
-    num_splits = triton.cdiv(in_size, _SPLIT)
-    v = torch.empty(num_splits, num_tokens, num_parts, size, dtype=torch.float32, device=x.device)
+    v = torch.empty(num_tokens, num_parts, size, dtype=torch.float32, device=x.device)
     options = {"G": groups.shape[1], **launch_options(x)}
-    _shrink[num_tokens, num_parts * size // _ROWS, num_splits](
+    block_in = min(_BLOCK_A, triton.next_power_of_2(in_size))
+    rows = min(size, _BLOCK_A // block_in)
+    num_items = num_tokens * num_parts * (size // rows)
+    _shrink[min(num_items, _SHRINKS * num_sms()),](
         x, a, ranks, slots, groups, v, x.stride(0), num_tokens,
-        IN=in_size, P=num_parts, R=size, ROWS=_ROWS,
-        SPLIT=min(_SPLIT, triton.next_power_of_2(in_size)), num_warps=8, **options,
+        IN=in_size, P=num_parts, R=size, ROWS=rows, BLOCK_I=block_in, num_warps=8, **options,
     )  # fmt: skip
     num_blocks = sum(triton.cdiv(width, _BLOCK_O) for width in part_sizes)
-    _expand[num_tokens, num_blocks](
+    _expand[min(num_tokens * num_blocks, _EXPANDS * num_sms()),](
         v, b, ranks, slots, groups, y, y.stride(0), num_tokens, *_sizes(part_sizes),
-        OUT=b.shape[2], P=num_parts, R=size, K=num_splits,
-        BLOCK_K=triton.next_power_of_2(num_splits), RANKS=_RANKS, BLOCK_O=_BLOCK_O, **options,
+        OUT=b.shape[2], P=num_parts, R=size, RANKS=_RANKS, BLOCK_O=_BLOCK_O, BLOCKS=num_blocks,
+        num_warps=2, **options,
     )  # fmt: skip
 
 
