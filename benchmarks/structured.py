@@ -117,7 +117,7 @@ class Load:
 
     def num_known(self) -> int:
         """Tokens so far that a grammar has forced."""
-        for line in httpx.get(f"{self._url}/metrics").text.splitlines():
+        for line in httpx.get(f"{self._url}/prometheus/metrics").text.splitlines():
             if line.startswith("penstock_known_tokens"):
                 return int(float(line.split()[-1]))
         return 0
