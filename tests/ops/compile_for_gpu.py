@@ -53,6 +53,8 @@ DTYPES = {
 }
 # Where Triton has E4M3; before it no FP8 reaches a kernel (`config/resolve.py`).
 FP8_ARCH = 89
+# Kernels that Triton would also compile without the instruction they are for, in BF16.
+INSTRUCTIONS = {"_scaled": "block_scale"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Variant:
         compiled = triton.compile(source, target=target, options=self.options)
         shared, most = compiled.metadata.shared, devices.shared_bytes()
         assert shared <= most, f"{self} takes {shared} bytes of shared memory, there are {most}"
+        needed = INSTRUCTIONS.get(self.kernel.__name__, "")
+        assert needed in compiled.asm["ptx"], f"{self} has no {needed}"
 
 
 variants: dict[str, dict[str, Variant]] = {}  # of each kernel, by what makes them different

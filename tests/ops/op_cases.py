@@ -14,6 +14,7 @@ from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static, InputFormat
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.gather import decode_inputs
+from penstock.kernels.gemm.block_scaled import ScaledWeight, scaled_linear
 from penstock.kernels.gemm.dense import dense_linear
 from penstock.kernels.gemm.fp8 import fp8_linear
 from penstock.kernels.gemm.gated import gated_linear
@@ -42,10 +43,12 @@ from penstock.kernels.moe import (
     route,
     router_logits,
 )
+from penstock.kernels.moe.block_scaled import scaled_experts
 from penstock.kernels.moe.wna16 import weight_only_experts
 from penstock.kernels.norm import add_rms_norm, rms_norm
 from penstock.kernels.op import Op
 from penstock.kernels.quantize import quantize_fp8, rms_norm_fp8, silu_mul_fp8
+from penstock.kernels.quantize.block_scaled import quantize_mxfp8, quantize_nvfp4
 from penstock.kernels.quantize.reference import quantize_int8
 from penstock.kernels.quantized_weight import Kind, QuantizedWeight
 from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
@@ -695,6 +698,76 @@ def weight_only_case(
     return OpCase(weight_only_linear, name + "-outer" * outer + "-ordered" * ordered, make)
 
 
+def _mxfp8(num_tokens: int, size: int) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, 2 * size, dtype=dtype, device=device)[:, :size]
+        return (_of_many_sizes(x),)
+
+    return OpCase(quantize_mxfp8, f"{num_tokens}x{size}", make)
+
+
+def _nvfp4(num_tokens: int, size: int) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, 2 * size, dtype=dtype, device=device)[:, :size]
+        return _of_many_sizes(x), torch.full((1,), 0.004, device=device)
+
+    return OpCase(quantize_nvfp4, f"{num_tokens}x{size}", make)
+
+
+def _of_many_sizes(x_TD: Tensor) -> Tensor:
+    """Zeros, groups whose scale is subnormal or too large, and those in between."""
+    x_TGD = x_TD.unflatten(1, (-1, 16))
+    exponents_G = torch.arange(x_TGD.shape[1], device=x_TD.device) % 24 - 12
+    x_TGD = x_TGD * torch.exp2(exponents_G.to(x_TD.dtype))[:, None]
+    x_TGD[0, -1] = 0
+    return x_TGD.flatten(1)
+
+
+def scaled_weight_of(
+    shape: tuple[int, ...], in_features: int, is_nvfp4: bool, device: torch.device
+) -> ScaledWeight:
+    codes = torch.randint(256, (*shape, in_features // 2), dtype=torch.uint8, device=device)
+    if not is_nvfp4:
+        groups = (*shape, in_features // 32)
+        return ScaledWeight(codes, torch.randint(124, 128, groups).to(device, torch.uint8))
+    scales = (torch.rand(*shape, in_features // 16, device=device) + 0.5).to(FP8)
+    outer = (torch.rand(shape, device=device) + 0.5) / 3
+    return ScaledWeight(codes, scales, outer, torch.full((1,), 0.001, device=device))
+
+
+def scaled_linear_case(
+    num_tokens: int, in_features: int, out_features: int, *, nvfp4: bool, bias: bool = False
+) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        weight = scaled_weight_of((out_features,), in_features, nvfp4, device)
+        x = randn(num_tokens, 2 * in_features, dtype=dtype, device=device)[:, :in_features]
+        b = randn(out_features, dtype=dtype, device=device) if bias else None
+        return x / in_features**0.5, weight, b
+
+    name = f"{'nvfp4' if nvfp4 else 'mxfp4'}-{num_tokens}x{in_features}x{out_features}"
+    return OpCase(scaled_linear, name + "-bias" * bias, make, quantizes_inside=True)
+
+
+def scaled_experts_case(
+    num_tokens: int, num_slots: int, num_active: int, size: int, features: int,
+    *, nvfp4: bool, bias: bool = False, gate: Gate = SILU, elsewhere: bool = False,
+) -> OpCase:  # fmt: skip
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        gate_up = scaled_weight_of((num_slots, 2 * features), size, nvfp4, device)
+        down = scaled_weight_of((num_slots, size), features, nvfp4, device)
+        x = randn(num_tokens, size, dtype=dtype, device=device) / size**0.5
+        num_chosen = num_slots + elsewhere
+        slots = torch.stack([torch.randperm(num_chosen)[:num_active] for _ in range(num_tokens)])
+        weights = torch.rand(num_tokens, num_active, device=device)
+        sizes = (2 * features, size)
+        biases = [randn(num_slots, n, dtype=dtype, device=device) if bias else None for n in sizes]
+        return x, slots.int().to(device), weights, gate_up, down, *biases, gate
+
+    name = f"{'nvfp4' if nvfp4 else 'mxfp4'}-{num_tokens}x{size}x{features}-{num_active}of"
+    name += f"{num_slots}" + "-bias" * bias + "-elsewhere" * elsewhere
+    return OpCase(scaled_experts, name, make, quantizes_inside=True)
+
+
 def _quantize_int8(num_tokens: int, size: int, is_static: bool = False) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         scale = torch.full((1,), 0.02, device=device) if is_static else None
@@ -811,6 +884,17 @@ OP_CASES = [
     _int8_linear(33, 512, 128),
     _int8_linear(70, 200, 80, bias=True),
     _int8_linear(300, 256, 128),
+    _mxfp8(1, 64),
+    _mxfp8(3, 1408),
+    _nvfp4(1, 48),
+    _nvfp4(3, 1408),
+    scaled_linear_case(1, 256, 40, nvfp4=True, bias=True),
+    scaled_linear_case(33, 208, 136, nvfp4=True),
+    scaled_linear_case(2, 224, 136, nvfp4=False, bias=True),
+    scaled_linear_case(40, 256, 72, nvfp4=False),
+    scaled_experts_case(2, 5, 2, 208, 80, nvfp4=True),
+    scaled_experts_case(9, 4, 2, 128, 96, nvfp4=False, bias=True, gate=CLAMPED),
+    scaled_experts_case(24, 3, 2, 64, 64, nvfp4=False, elsewhere=True),
     weight_only_experts_case("int4", 1, 5, 2, 256, 128, group=128, zeros=True),
     weight_only_experts_case("int4", 9, 4, 3, 128, 64, group=32, ordered=True, bias=True),
     weight_only_experts_case("fp4", 2, 6, 3, 384, 80, group=16, outer=True),

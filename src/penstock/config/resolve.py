@@ -33,6 +33,7 @@ _HALVES = ("bfloat16", "float16")
 _GIB = 2**30
 _BF16_ARCH = 80  # first GPU generation with fast bfloat16
 _FP8_ARCH = 89  # first one with FP8
+_BLOCK_SCALED_ARCH = 100  # first one that multiplies NVFP4 and MXFP8
 _FP8 = "float8_e4m3fn"
 _GPU_ROWS, _CPU_ROWS = 2048, 64
 _GPU_TOKENS, _CPU_TOKENS = 8192, 2048
@@ -80,6 +81,16 @@ def resolve(
     dtype = choices.add("dtype", _dtype(config, spec, device, kind, is_coarse))
     backend = choices.add("attention_backend", _attention(config, device, kind))
     quantization = _quantization(config, spec, device, kind, model_path)
+    quantized_activations = False
+    if spec.quantization is not None and spec.quantization.has_block_scaled_inputs:
+        quantized_activations = choices.add(
+            "quantized_activations", _quantized_activations(config, device, kind)
+        )
+    elif config.quantize_activations == "always":
+        raise ConfigError(
+            "quantize_activations is always, but the checkpoint has no weights that are multiplied "
+            "with NVFP4 or MXFP8 activations; leave it out"
+        )
     moe_backend = "none"
     if spec.moe is not None:
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
@@ -141,6 +152,7 @@ def resolve(
         attention_backend=backend,
         reduced_precision_matmul=is_coarse,
         quantization=quantization,
+        quantized_activations=quantized_activations,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
         graph_batch_sizes=graph_batch_sizes,
@@ -324,6 +336,14 @@ def _quantization(
         for part in [p.spec for p in found.mixed] if found is not None and found.mixed else [found]:
             _check_numbers(asked, part, device)
     return asked
+
+
+def _quantized_activations(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[bool]:
+    if config.quantize_activations != "auto":
+        return config.quantize_activations == "always", "set by quantize_activations"
+    if kind == "cuda" and device.arch >= _BLOCK_SCALED_ARCH:
+        return True, f"the tensor cores of sm_{device.arch} multiply NVFP4 and MXFP8"
+    return False, f"tensor cores that multiply NVFP4 and MXFP8 begin with sm_{_BLOCK_SCALED_ARCH}"
 
 
 def _check_numbers(asked: str | None, found: QuantSpec | None, device: DeviceInfo) -> None:

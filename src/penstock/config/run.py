@@ -110,6 +110,7 @@ class RunConfig:
     balance: PromptBalance | None = None  # between data-parallel ranks; None: prompts never wait
     num_replicas: int = 1  # engines like this one on the machine
     quantization: str | None = None  # what the plain weights of a checkpoint become while loading
+    quantized_activations: bool = False  # those of NVFP4 and MXFP4 weights are, too
     reduced_precision_matmul: bool = (
         False  # of packed weights on a CPU: with 16 bits of their inputs
     )

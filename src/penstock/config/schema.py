@@ -126,6 +126,14 @@ class EngineConfig(StrictModel):
         "64 weights, inputs as they are. null: nothing; what a checkpoint says of itself is used "
         "always.",
     )
+    quantize_activations: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Whether activations are quantized where weights are NVFP4 (to NVFP4, which the checkpoint "
+        "was made for) or MXFP4 experts (to MXFP8). auto: on GPUs whose tensor cores multiply "
+        "those, sm_100 and newer. always: without such tensor cores, too, slowly, to see what it "
+        "does to outputs. never: weights alone are quantized.",
+        status="prototype",
+    )
     load_format: Literal["auto", "dummy"] = setting(
         "auto",
         "auto: read the checkpoint. dummy: random weights; only config.json is read, and the "

@@ -10,6 +10,11 @@ import torch
 from penstock.errors import ConfigError
 from penstock.hub.gguf_file import is_gguf
 from penstock.kernels.native import library
+from penstock.quantization.block_scaled import (
+    BlockScaledExperts,
+    BlockScaledMxfp4Experts,
+    BlockScaledScheme,
+)
 from penstock.quantization.input_scales import InputScaled
 from penstock.quantization.mxfp4 import Mxfp4Experts
 from penstock.quantization.online import FORMATS, OnlineExperts, OnlineScheme
@@ -38,9 +43,11 @@ def choose_schemes(
     device: torch.device,
     experts_by_reference: bool = False,
     online: str | None = None,
+    block_scaled: bool = False,
 ) -> Schemes:
     """`path` is where the weights are read from, if they are; `online`, the format that plain ones
-    are quantized to while loading.
+    are quantized to while loading; `block_scaled`: activations become NVFP4 or MXFP8 where the
+    weights are for those.
 
     GGUF weights stay packed where there is a kernel for them; elsewhere they are dequantized while
     loading, as are those of experts that the reference shall compute.
@@ -56,16 +63,16 @@ def choose_schemes(
     if online is not None:
         return _online(online, device)
     if quantization is not None and quantization.mixed:
-        return _mixed(quantization, path, dtype, device, experts_by_reference)
+        return _mixed(quantization, path, dtype, device, experts_by_reference, block_scaled)
     if quantization is not None and quantization.weight_only is not None:
         return _weight_only(
-            quantization, is_exact and path is not None, device, experts_by_reference
+            quantization, is_exact and path is not None, device, experts_by_reference, block_scaled
         )
     if quantization is None or quantization.format is None:
         return Schemes(
             tables=plain, linear=lambda names: plain, experts=lambda names: plain_experts
         )
-    of_linear, of_experts = _schemes(quantization.format, has_kernel=device.type != "cpu")
+    of_linear, of_experts = _schemes(quantization.format, device.type != "cpu", block_scaled)
     if quantization.has_input_scales:
         of_linear = InputScaled(of_linear)
     return Schemes(
@@ -81,12 +88,15 @@ def _mixed(
     dtype: torch.dtype,
     device: torch.device,
     experts_by_reference: bool,
+    block_scaled: bool,
 ) -> Schemes:
     """Each part as a checkpoint of its own; a module of none is plain."""
     plain = choose_schemes(None, None, dtype, device)
     of_module: dict[str, Schemes] = {}
     for part in quantization.mixed:
-        schemes = choose_schemes(part.spec, path, dtype, device, experts_by_reference)
+        schemes = choose_schemes(
+            part.spec, path, dtype, device, experts_by_reference, block_scaled=block_scaled
+        )
         of_module |= dict.fromkeys(part.modules, schemes)
 
     def of(names: Sequence[str]) -> Schemes:
@@ -106,13 +116,21 @@ def _mixed(
 
 
 def _weight_only(
-    quantization: QuantSpec, is_exact: bool, device: torch.device, experts_by_reference: bool
+    quantization: QuantSpec,
+    is_exact: bool,
+    device: torch.device,
+    experts_by_reference: bool,
+    block_scaled: bool,
 ) -> Schemes:
     """Packed on a GPU, and on a CPU as those of a GGUF file."""
     plain, plain_experts = Unquantized(), UnquantizedExperts()
     linear: LinearScheme = plain
     experts: ExpertsScheme = plain_experts
-    if device.type != "cpu":
+    if block_scaled and quantization.has_block_scaled_inputs:
+        has_kernel = device.type != "cpu"
+        linear = BlockScaledScheme(quantization.weight_only, has_kernel)
+        experts = BlockScaledExperts(quantization.weight_only, has_kernel)
+    elif device.type != "cpu":
         linear = WeightOnlyScheme(quantization.weight_only, has_kernel=True)
         experts = WeightOnlyExperts(quantization.weight_only, has_kernel=True)
     elif is_exact and library() is not None:
@@ -140,7 +158,7 @@ def _online(online: str, device: torch.device) -> Schemes:
 
 
 def _schemes(
-    format: W8A8Spec | Literal["mxfp4"], has_kernel: bool
+    format: W8A8Spec | Literal["mxfp4"], has_kernel: bool, block_scaled: bool
 ) -> tuple[LinearScheme, ExpertsScheme]:
     match format:
         case W8A8Spec(numbers="int8"):
@@ -148,4 +166,4 @@ def _schemes(
         case W8A8Spec():
             return W8A8Scheme(format), W8A8Experts(format)
         case "mxfp4":
-            return Unquantized(), Mxfp4Experts()
+            return Unquantized(), BlockScaledMxfp4Experts() if block_scaled else Mxfp4Experts()

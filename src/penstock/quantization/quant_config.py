@@ -19,6 +19,7 @@ from penstock.types.model_spec import QuantPart, QuantSpec, W8A8Spec, WeightOnly
 FP8_CACHE = "float8_e4m3fn"
 _BLOCK = [128, 128]
 _NVFP4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16)
+_W4A4_NVFP4 = replace(_NVFP4, inputs="nvfp4")
 _MXFP4 = WeightOnlySpec(layout="mxfp4", bits=4, group=32)
 _SUPPORTED = (
     "FP8 (E4M3): static per-tensor scales (ModelOpt FP8; fp8 and compressed-tensors "
@@ -127,7 +128,8 @@ def _mixed(raw: Mapping[str, Any]) -> QuantSpec:
 
 
 def _modelopt_format(algorithm: str | None, raw: Mapping[str, Any]) -> QuantSpec:
-    """Those with FP4 or INT4 weights are weight-only, whatever activations could be."""
+    """Those with INT4 weights are weight-only, whatever activations could be; with NVFP4 weights,
+    where activations could be FP8."""
     name = None if algorithm is None else str(algorithm).upper()
     match name:
         case None | "NO_QUANT":
@@ -145,7 +147,8 @@ def _modelopt_format(algorithm: str | None, raw: Mapping[str, Any]) -> QuantSpec
         case "NVFP4" | "NVFP4_AWQ" | "W4A8_NVFP4_FP8" if (
             _modelopt_group(raw, _NVFP4.group) == _NVFP4.group
         ):
-            return QuantSpec(format=None, weight_only=_NVFP4, has_input_scales=name == "NVFP4_AWQ")
+            spec = _NVFP4 if name == "W4A8_NVFP4_FP8" else _W4A4_NVFP4
+            return QuantSpec(format=None, weight_only=spec, has_input_scales=name == "NVFP4_AWQ")
         case "W4A16_AWQ" | "W4A8_AWQ" if not raw.get("has_zero_point"):
             if (group := _modelopt_group(raw, 128)) > 0:
                 spec = WeightOnlySpec(layout="modelopt", bits=4, group=group)
@@ -226,14 +229,15 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantSpec:
 def _compressed_weight_only(
     raw: Mapping[str, Any], weights: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> WeightOnlySpec | None:
-    """Weight-only. Activations that could be quantized to FP4, too, stay in 16 bits."""
+    """Weight-only, also where integers have activations of 8 bits."""
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
     if weights.get("type") == "float" and bits == 4:
         match strategy, weights.get("group_size"):
             case "tensor_group", _NVFP4.group:
-                return _NVFP4
+                return _W4A4_NVFP4 if inputs.get("num_bits") == 4 else _NVFP4
             case "group", _MXFP4.group:
-                return _MXFP4
+                is_mxfp8 = _is_fp8(inputs) and inputs.get("group_size") == _MXFP4.group
+                return replace(_MXFP4, inputs="mxfp8") if is_mxfp8 else _MXFP4
             case _, group:
                 raise _refusal(f"compressed-tensors, FP4 by {strategy} of {group}")
     if _is_fp8(weights) and not inputs:

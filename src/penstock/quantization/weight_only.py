@@ -5,6 +5,7 @@ different orders, a rank's shard cuts through a group) is dequantized.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -193,17 +194,25 @@ def _packed_matrices(
             yield None if quantized is None else pack_gpu([quantized])
         return
     keeps_zeros = spec.has_zeros and num_slots > 1  # all slots must have them, or none
+    for parts in quantized_parts(parameter, num_slots, spec, device):
+        yield None if parts is None else pack_gpu(parts, keeps_zeros)
+
+
+def quantized_parts(
+    parameter: UnreadParameter, num_slots: int, spec: WeightOnlySpec | None, device: torch.device
+) -> Iterator[list[QuantizedWeight] | None]:
+    """What makes up the matrix of each slot; None where not all of it is quantized so."""
+    assert spec is not None
     for numbers in parameter.numbers_by_slot(num_slots):
         if not parameter.sources:
-            yield pack_gpu([_random(spec, *parameter.full_shape, device)], keeps_zeros)
+            yield [_random(spec, *parameter.full_shape, device)]
             continue
         parts = [
             parameter.sources[number].read_quantized(parameter.pieces[number].source[-2:], device)
             for number in numbers
         ]
-        quantized_parts = [part for part in parts if part is not None]
-        is_quantized = len(quantized_parts) == len(numbers)
-        yield pack_gpu(quantized_parts, keeps_zeros) if is_quantized else None
+        found = [part for part in parts if part is not None]
+        yield found if len(found) == len(numbers) else None
 
 
 def _quantize_online(matrix: Tensor, online: str) -> QuantizedWeight | None:
@@ -222,4 +231,12 @@ def _random(
         case "fp8", _:
             kind = "e4m3"
     group = spec.group or in_features
-    return random_quantized(kind, out_features, in_features, group, spec.has_zeros, device)
+    weight = random_quantized(kind, out_features, in_features, group, spec.has_zeros, device)
+    if spec.inputs == "nvfp4":
+        # Of activations around one.
+        return replace(weight, input_scale=torch.tensor(16 / (448 * 6), device=device))
+    if spec.layout == "mxfp4":
+        assert weight.outer_O is not None
+        power = weight.outer_O[0].log2().round().exp2()
+        return replace(weight, scales_OG=weight.scales_OG.float() * power, outer_O=None)
+    return weight

@@ -127,7 +127,13 @@ def _empty_model(
     dtype, by_reference = getattr(torch, config.dtype), config.moe_backend == "reference"
     path = None if config.load_format == "dummy" else Path(config.model_path)
     schemes = choose_schemes(
-        spec.quantization, path, dtype, device, by_reference, config.quantization
+        spec.quantization,
+        path,
+        dtype,
+        device,
+        by_reference,
+        config.quantization,
+        config.quantized_activations,
     )
     experts = ExpertsContext(by_reference=by_reference, max_tokens=config.moe_max_tokens)
     backend, cache_dtype = get_backend(config.attention_backend), getattr(torch, config.kv_dtype)

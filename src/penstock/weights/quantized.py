@@ -261,13 +261,20 @@ def _modelopt(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
 def _nvfp4(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """ModelOpt's names, or those of compressed-tensors, whose scale of a matrix is a divisor."""
     scales = members["weight_scale"]
+    input_scale = None
     if "weight_packed" in members:
         _need(module, members, "weight_global_scale")
         codes = members["weight_packed"]
         outer = _whole(members["weight_global_scale"]).float().reciprocal()
+        if "input_global_scale" in members:
+            input_scale = _whole(members["input_global_scale"]).float().reciprocal()
     else:
         _need(module, members, "weight", "weight_scale_2")
         codes, outer = members["weight"], _whole(members["weight_scale_2"]).float()
+        if "input_scale" in members:
+            input_scale = _whole(members["input_scale"]).float()
+    if input_scale is not None:
+        input_scale = input_scale.amax()
     out_features, in_features = codes.shape[0], 2 * codes.shape[1]
 
     def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
@@ -275,8 +282,13 @@ def _nvfp4(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
         pairs = codes.read((rows, halves)).to(device)
         codes_OI = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
         scales_OG = scales.read((rows, _by_group(columns, FP4_GROUP))).to(device)
-        outer_O = outer.to(device).reshape(1).expand(len(codes_OI)).contiguous()
-        return QuantizedWeight("fp4", codes_OI, scales_OG.contiguous(), outer_O=outer_O)
+        return QuantizedWeight(
+            "fp4",
+            codes_OI,
+            scales_OG.contiguous(),
+            outer_O=outer.to(device).reshape(1).expand(len(codes_OI)).contiguous(),
+            input_scale=None if input_scale is None else input_scale.to(device),
+        )
 
     return _Matrix(module, (out_features, in_features), FP4_GROUP, read)
 

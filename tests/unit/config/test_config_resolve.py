@@ -16,6 +16,7 @@ from penstock.types.model_spec import (
     LatentSpec,
     ModelSpec,
     MoeSpec,
+    QuantPart,
     QuantSpec,
     RopeSpec,
     W8A8Spec,
@@ -351,6 +352,34 @@ def test_a_checkpoint_made_for_a_cache_format_we_do_not_have_wants_another_named
         run(GPU, spec)
     assert run(GPU, spec, kv_cache_config={"dtype": "fp8"}).kv_dtype == "float8_e4m3fn"
     assert run(GPU, spec, kv_cache_config={"dtype": "bfloat16"}).kv_dtype == "bfloat16"
+
+
+W4A4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16, inputs="nvfp4")
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        QuantSpec(format=None, weight_only=W4A4),
+        QuantSpec(format="mxfp4"),
+        QuantSpec(
+            format=None,
+            mixed=(QuantPart(modules=("m",), spec=QuantSpec(format=None, weight_only=W4A4)),),
+        ),
+    ],
+)
+def test_activations_are_quantized_where_tensor_cores_multiply_them(found):
+    spec, blackwell = make_spec(quantization=found), replace(GPU, arch=100)
+    config = run(blackwell, spec)
+    assert config.quantized_activations
+    assert reason(config, "quantized_activations").startswith("the tensor cores of sm_100")
+    assert not run(GPU, spec).quantized_activations
+    assert not run(blackwell, spec, quantize_activations="never").quantized_activations
+    assert run(GPU, spec, quantize_activations="always").quantized_activations
+    for plain in (None, QuantSpec(format=None, weight_only=replace(W4A4, inputs="plain"))):
+        assert not run(blackwell, make_spec(quantization=plain)).quantized_activations
+        with pytest.raises(ConfigError, match="has no weights that are multiplied with NVFP4"):
+            run(GPU, make_spec(quantization=plain), quantize_activations="always")
 
 
 def test_a_cache_format_that_cannot_be_is_refused():

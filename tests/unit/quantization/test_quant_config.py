@@ -26,7 +26,8 @@ def compressed(weights=None, inputs=None, **fields):
     } | fields
 
 
-NVFP4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16)
+NVFP4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16, inputs="nvfp4")
+NVFP4_ALONE = WeightOnlySpec(layout="nvfp4", bits=4, group=16)
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 INT8 = {"num_bits": 8, "type": "int"}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
@@ -146,6 +147,25 @@ UNDERSTOOD = {
     "compressed-tensors, NVFP4": (
         compressed(FP4, FP4 | {"dynamic": "local"}, format="nvfp4-pack-quantized"),
         QuantSpec(format=None, weight_only=NVFP4, excluded=("lm_head",)),
+    ),
+    "compressed-tensors, NVFP4 of weights alone": (
+        weights_alone(FP4),
+        QuantSpec(format=None, weight_only=NVFP4_ALONE, excluded=("lm_head",)),
+    ),
+    "compressed-tensors, MXFP4 with MXFP8": (
+        compressed(
+            FP4 | {"strategy": "group", "group_size": 32},
+            {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
+        ),
+        QuantSpec(
+            format=None,
+            weight_only=WeightOnlySpec(layout="mxfp4", bits=4, group=32, inputs="mxfp8"),
+            excluded=("lm_head",),
+        ),
+    ),
+    "modelopt, NVFP4 with FP8": (
+        {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 16},
+        QuantSpec(format=None, weight_only=NVFP4_ALONE),
     ),
     "compressed-tensors, MXFP4": (
         weights_alone(FP4 | {"strategy": "group", "group_size": 32}),
