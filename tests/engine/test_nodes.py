@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,22 +17,32 @@ import pytest
 from waiting import free_port, until
 
 SIBLING = Path(__file__).parents[1] / "siblings" / "qwen2_moe"
-# Says `begun` at the first token, and in the end the text or the error.
+NUM_STREAMS = 32
+# Says `begun` when every stream has a token, and in the end the different texts or errors.
 ASK = """
-import json, sys
+import json, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0, timeout=200)
-text = ""
-try:
-    for chunk in client.completions.create(
-        model="qwen2_moe", prompt="What is 3 + 4?", max_tokens=int(sys.argv[2]), temperature=0,
-        stream=True, extra_body={"ignore_eos": True},
-    ):
-        text or print("begun", flush=True)
-        text += chunk.choices[0].text
-    print(json.dumps({"text": text}))
-except Exception as error:
-    print(json.dumps({"error": str(error)}))
+num_streams = int(sys.argv[3])
+begun = threading.Barrier(num_streams, action=lambda: print("begun", flush=True), timeout=200)
+
+def ask(_):
+    text = ""
+    try:
+        for chunk in client.completions.create(
+            model="qwen2_moe", prompt="What is 3 + 4?", max_tokens=int(sys.argv[2]), temperature=0,
+            stream=True, extra_body={"ignore_eos": True},
+        ):
+            text or begun.wait()
+            text += chunk.choices[0].text
+        return {"text": text}
+    except Exception as error:
+        return {"error": str(error)}
+
+with ThreadPoolExecutor(num_streams) as pool:
+    answers = list(pool.map(ask, range(num_streams)))
+print(json.dumps([one for i, one in enumerate(answers) if one not in answers[:i]]))
 """
 
 
@@ -38,6 +50,8 @@ except Exception as error:
 class Hosts:
     address: str  # of the first
     enter: tuple[tuple[str, ...], tuple[str, ...]]  # what a command on each begins with
+    unplug: Callable[[], None] | None = None  # the second vanishes without a word
+    plug: Callable[[], None] | None = None
 
 
 @contextlib.contextmanager
@@ -61,7 +75,10 @@ def namespaces() -> Iterator[Hosts]:
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no network namespaces: {error}")
         first, second = (("ip", "netns", "exec", name) for name in names)
-        yield Hosts("10.213.7.1", (first, second))
+        link = ("-n", names[1], "link", "set", ends[1])
+        yield Hosts(
+            "10.213.7.1", (first, second), partial(ip, *link, "down"), partial(ip, *link, "up")
+        )
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
@@ -81,11 +98,11 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
 class Nodes:
     """A torchrun on each of two hosts, with two ranks of one server each."""
 
-    def __init__(self, hosts: Hosts, folder: Path, secret: str = "0123456789abcdef") -> None:
+    def __init__(self, hosts: Hosts, folder: Path, wrapper: tuple[str, ...] = ()) -> None:
         self._hosts, self._port = hosts, free_port()
         self.logs = [folder / f"node{i}-{self._port}.log" for i in range(2)]
         master = free_port()
-        env = os.environ | {"PENSTOCK_RANK_SECRET": secret, "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"PENSTOCK_RANK_SECRET": "0123456789abcdef", "OMP_NUM_THREADS": "1"}
         env.pop("GLOO_SOCKET_IFNAME", None)  # other tests make process groups in this process
         self.launchers = []
         for node in range(2):
@@ -94,6 +111,7 @@ class Nodes:
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
                 *("--node_rank", str(node), "--nproc_per_node", "2", "--no-python"),
                 *("--master_addr", hosts.address, "--master_port", str(master)),
+                *wrapper,
                 *(sys.executable, "-m", "penstock", "serve", str(SIBLING), "--device", "cpu"),
                 *("--tp_size", "4", "--host", hosts.address, "--port", str(self._port)),
             ]
@@ -103,9 +121,10 @@ class Nodes:
     def said(self) -> str:
         return "\n".join(log.read_text(errors="replace")[-6000:] for log in self.logs)
 
-    def ask(self, num_tokens: int) -> "subprocess.Popen[str]":
+    def ask(self, num_tokens: int, num_streams: int = 1) -> "subprocess.Popen[str]":
         url = f"http://{self._hosts.address}:{self._port}/v1"
-        command = [*self._hosts.enter[0], sys.executable, "-c", ASK, url, str(num_tokens)]
+        command = [*self._hosts.enter[0], sys.executable, "-c", ASK, url]
+        command += [str(num_tokens), str(num_streams)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def until_ready(self) -> None:
@@ -132,28 +151,40 @@ class Nodes:
 
 
 def answer(asked: "subprocess.Popen[str]") -> dict[str, str]:
+    """That of every stream."""
     out, _ = asked.communicate(timeout=240)
-    return dict(json.loads(out.splitlines()[-1]))
+    (found,) = json.loads(out.splitlines()[-1])
+    return dict(found)
 
 
-def test_two_nodes_serve_and_a_dead_rank_ends_them_by_name(hosts, tmp_path):
+def test_two_nodes_serve_and_a_dead_rank_ends_every_request_by_name(hosts, tmp_path):
     nodes = Nodes(hosts, tmp_path)
     try:
         nodes.until_ready()
         first = answer(nodes.ask(16))
         assert first.get("text"), first
-        under_way = nodes.ask(1900)
+        under_way = nodes.ask(1900, NUM_STREAMS)
         assert under_way.stdout is not None
         assert under_way.stdout.readline() == "begun\n"
-        _, victim = nodes.ranks(1)
-        victim.kill()
-        assert "rank 3 on node" in answer(under_way).get("error", ""), nodes.said()
+        if hosts.unplug is None:
+            _, victim = nodes.ranks(1)
+            victim.kill()
+            dead = "rank 3 on node"
+        else:
+            begun_at = time.monotonic()
+            hosts.unplug()
+            dead = " on node "
+        assert dead in answer(under_way).get("error", ""), nodes.said()
+        if hosts.plug is not None:
+            print(f"noticed after {time.monotonic() - begun_at:.1f} s")
+            hosts.plug()
         until(lambda: all(one.poll() is not None for one in nodes.launchers), what=nodes.said)
         assert all(one.returncode for one in nodes.launchers)
-        assert "rank 3 on node" in nodes.logs[0].read_text()
+        assert dead in nodes.logs[0].read_text()
     finally:
         nodes.close()
-    again = Nodes(hosts, tmp_path)  # as a supervisor does
+    # As a supervisor does; this time the other ranks do not know what rank 0 runs.
+    again = Nodes(hosts, tmp_path, (sys.executable, "-m", "penstock.cli.llmapi_launch"))
     try:
         again.until_ready()
         assert answer(again.ask(16)) == first

@@ -4,17 +4,22 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import slurm_cluster
-from openai import OpenAI
+from openai import APIConnectionError, APIError, OpenAI
 from waiting import free_port
 
 SCRIPT = Path(__file__).parents[2] / "run.sbatch"
+SIBLING = Path(__file__).parents[1] / "siblings" / "qwen2_moe"
 TIMEOUT_S = 150
+NUM_STREAMS = 32
 # Runs what it is given without its own flags; `docker` and `curl` are the test's.
 SRUN = """#!/bin/sh
 [ "$1" != --help ] || exec echo "no containers here"
@@ -35,8 +40,10 @@ esac
 def programs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bin")
     serve = "from penstock.cli.main import trtllm_serve; trtllm_serve()"
+    launch = "from penstock.cli.llmapi_launch import main; main()"
     for name, text in (
         ("trtllm-serve", f'#!/bin/sh\nexec {sys.executable} -c "{serve}" "$@"\n'),
+        ("trtllm-llmapi-launch", f'#!/bin/sh\nexec {sys.executable} -c "{launch}" "$@"\n'),
         ("srun", SRUN),
         ("docker", DOCKER),
     ):
@@ -70,7 +77,6 @@ def run(folder: Path, programs: Path, *flags: object, **env: str) -> tuple[int, 
     [
         ((), {}, "name a model"),
         (("m",), {"SLURM_JOB_ID": ""}, "there is no allocation"),
-        (("m",), {"SLURM_JOB_NUM_NODES": "2"}, "this job has 2 nodes, and this script serves on"),
         (("m",), {}, "tensorrt-llm-serve-latest.tar.gz; 'make docker && make save' write it"),
         (("m", "--image"), {}, "--image wants a value"),
         (("m", "-w", "/no/where"), {}, "there is no folder for --workspace"),
@@ -118,7 +124,8 @@ def test_an_image_that_is_there_is_loaded_again_only_by_force(tmp_path, programs
     assert code == 0, said
     assert docker[0] == "image rm --force penstock:v1"
     assert docker[2] == "load"
-    assert docker[3] == "rm --force penstock-7"
+    assert docker[3] == "tag tensorrt-llm-serve:latest penstock:v1"
+    assert docker[4] == "rm --force penstock-7"
 
 
 def test_a_name_is_pulled_from_its_registry(tmp_path, programs):
@@ -133,13 +140,32 @@ def test_the_exit_code_is_that_of_the_server(tmp_path, programs):
     assert code == 1 and "the server ended with code 1" in said
 
 
+def test_on_several_nodes_every_rank_has_a_container_that_knows_its_place(tmp_path, programs):
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "4", "MASTER_ADDR": "10.0.0.1"}
+    code, said, docker = run(
+        tmp_path,
+        programs,
+        "--image",
+        "host/name:1",
+        "m",
+        SLURM_PROCID="5",
+        SERVER_CODE="9",
+        **nodes,
+    )
+    assert "rank 5 ended with code 9" in said
+    assert code == 1  # 9 is no code of the server
+    assert "--name penstock-7-5 " in docker[1]
+    for name in ("MASTER_ADDR", "PENSTOCK_RANK_SECRET", "SLURM_PROCID", "SLURM_STEP_NODELIST"):
+        assert f"--env {name} " in docker[1]
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     if not os.environ.get("PENSTOCK_TEST_SLURM"):
         pytest.skip("starts daemons of Slurm: PENSTOCK_TEST_SLURM=1 runs it")
     if (why := slurm_cluster.missing()) is not None:
         pytest.skip(why)
-    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+    with slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm"), num_nodes=2) as cluster:
         yield cluster
 
 
@@ -150,13 +176,19 @@ def wait_for(is_so: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.2)
 
 
-def test_slurm_serves_with_two_ranks_and_scancel_lets_requests_finish(cluster, programs):
+@pytest.fixture(scope="module")
+def job_env(tmp_path_factory, programs) -> dict[str, str]:
+    """With our programs and the real srun on the path."""
+    folder = tmp_path_factory.mktemp("job-bin")
+    for name in ("trtllm-serve", "trtllm-llmapi-launch"):
+        (folder / name).symlink_to(programs / name)
+    return {"PATH": f"{folder}:{os.environ['PATH']}:/usr/sbin", "OMP_NUM_THREADS": "1"}
+
+
+def test_slurm_serves_with_two_ranks_and_scancel_lets_requests_finish(cluster, job_env):
     port = free_port()
-    path = f"{programs}:{os.environ['PATH']}"
-    (programs / "srun").rename(programs / "no-srun")  # the real one
     flags = ("--no-container", "tiny", "--tp_size", 2, "--port", port, "--device", "cpu")
-    env = {"PATH": f"{path}:/usr/sbin", "OMP_NUM_THREADS": "1"}
-    job = cluster.call("sbatch", "--parsable", SCRIPT, *flags, **env).strip()
+    job = cluster.call("sbatch", "--parsable", SCRIPT, *flags, **job_env).strip()
     log = cluster.folder / f"penstock-{job}.log"
 
     def said() -> str:
@@ -182,3 +214,94 @@ def test_slurm_serves_with_two_ranks_and_scancel_lets_requests_finish(cluster, p
     finally:
         with contextlib.suppress(AssertionError):
             cluster.call("scancel", job)
+
+
+def stream(client: OpenAI, begun: threading.Barrier) -> str:
+    """The error that ends it."""
+    chunks = client.completions.create(
+        model="qwen2_moe", prompt="What is 3 + 4?", max_tokens=1900, temperature=0, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    next(chunks)
+    begun.wait()
+    with pytest.raises(APIError) as found:
+        for _ in chunks:
+            pass
+    return str(found.value)
+
+
+def test_two_nodes_of_slurm_serve_and_a_dead_rank_ends_every_request(cluster, job_env):
+    port = free_port()
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    serve = (SIBLING, "--tp_size", 4, "--port", port, "--device", "cpu")
+    place = ("-N", 2, "--ntasks-per-node=2", "--overcommit")
+
+    def answer() -> str:
+        reply = client.completions.create(
+            model="qwen2_moe", prompt="What is 3 + 4?", max_tokens=16, temperature=0
+        )
+        return reply.choices[0].text
+
+    job = cluster.call(
+        "sbatch", "--parsable", *place, SCRIPT, "--no-container", *serve, **job_env
+    ).strip()
+    log = cluster.folder / f"penstock-{job}.log"
+
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    try:
+        wait_for(lambda: "run.sbatch: ready: http://" in said(), lambda: said() + cluster.logs())
+        first = answer()
+        assert first
+        begun = threading.Barrier(NUM_STREAMS + 1, timeout=TIMEOUT_S)
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            streams = [pool.submit(stream, client, begun) for _ in range(NUM_STREAMS)]
+            begun.wait()
+            rank_process(job, 3).kill()
+            errors = {one.result() for one in streams}
+        assert len(errors) == 1 and "rank 3 on node n1 (127.0.0.1) ended" in errors.pop()
+        wait_for(lambda: cluster.state(job) == "FAILED", said)
+        assert "the server ended with code 1" in said()
+        assert "ExitCode=1:0" in cluster.call("scontrol", "show", "job", job)
+    finally:
+        with contextlib.suppress(AssertionError):
+            cluster.call("scancel", job)
+    # As a supervisor does, this time by the wrapper.
+    env = job_env | {"MASTER_ADDR": "127.0.0.1", "PENSTOCK_RANK_SECRET": "0123456789abcdef"}
+    command = ["srun", "--job-name=again", *place, "trtllm-llmapi-launch", "trtllm-serve", *serve]
+    words = [str(word) for word in command]
+    again = subprocess.Popen(words, env=cluster.env | env, cwd=cluster.folder)
+    try:
+        wait_for(lambda: is_ready(client), cluster.logs)
+        assert answer() == first
+        cluster.call("scancel", "--name=again")
+        wait_for(lambda: again.poll() is not None, cluster.logs)
+    finally:
+        again.kill()
+        again.wait()
+
+
+def rank_process(job: str, rank: int) -> psutil.Process:
+    def is_it(process: psutil.Process) -> bool:
+        env = process.environ()
+        return process.name().startswith("python") and (
+            env.get("SLURM_JOB_ID"),
+            env.get("SLURM_PROCID"),
+        ) == (job, str(rank))
+
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if is_it(process):
+                found.append(process)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def is_ready(client: OpenAI) -> bool:
+    try:
+        client.models.list()
+    except APIConnectionError:
+        return False
+    return True

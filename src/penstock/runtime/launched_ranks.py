@@ -74,11 +74,16 @@ class LaunchedRanks:
         self._meet(len(tasks))
         self._listener.close()
         own = self._interface or self._interface_to_others()
-        use_interface(own, is_asked=self._interface is not None)
+        is_asked = self._interface is not None
+        use_interface(own, is_asked)
         for task in tasks:
             link, _ = self._joined[task.rank]
             is_here = link.peer_address == link.local_address
-            told = msgspec.structs.replace(task, interface=own if is_here else None)
+            told = msgspec.structs.replace(
+                task,
+                interface=own if is_here or is_asked else None,
+                is_interface_asked=is_asked,
+            )
             link.send(RankTask(task=msgspec.json.encode(told)))
 
     def receive(self) -> Any:

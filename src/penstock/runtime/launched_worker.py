@@ -55,7 +55,7 @@ def run_launched(place: Place, secret: bytes, interface: str | None, log_level: 
 
     link.listen(on_end)
     own = interface or task.interface or interface_of(link.local_address)
-    use_interface(own, is_asked=interface is not None)
+    use_interface(own, is_asked=interface is not None or task.is_interface_asked)
     task = msgspec.structs.replace(task, config=_with_own_files(task.config, task.revision))
     try:
         run(task, link.receive, lambda: link)

@@ -48,6 +48,7 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     meeting_point: str  # "host:port" of the process group
     log_level: str | None
     interface: str | None = None  # of the network to other nodes, where rank 0 knows it
+    is_interface_asked: bool = False
 
 
 class LocalTask(msgspec.Struct, frozen=True, kw_only=True):
