@@ -20,6 +20,7 @@ from penstock.server.drain import Drain
 from penstock.server.http_server import HttpServer
 from penstock.server.launch import bind
 from penstock.text.chat import SIMPLE_TEMPLATE, ChatTemplate
+from penstock.text.chat_format import ChatFormat
 from penstock.text.tokenizer import Tokenizer, check_length
 from penstock.types.outputs import TextDelta, TokenLogprob
 from penstock.types.request import FinishReason, GenerateInput
@@ -122,6 +123,7 @@ class FakePipeline:
         self.tokenizer = tokenizer or make_tokenizer()
         self.renderer = ChatTemplate(self.tokenizer.chat_templates, {})
         self.asked: list[GenerateInput] = []
+        self.chat_format = ChatFormat()
         self.aborted: list[str] = []
         self.num_open = 0
         self.max_open = 0

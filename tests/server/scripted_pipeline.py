@@ -32,7 +32,7 @@ class ScriptedPipeline(FakePipeline):
         self.script = script
         self.size = size
         self.prompts: list[str] = []
-        self._format = ChatFormat("think", "hermes")
+        self.chat_format = ChatFormat("think", "hermes")
 
     async def generate(
         self,
@@ -55,7 +55,7 @@ class ScriptedGeneration(FakeGeneration):
         pipeline, asked = self._pipeline, self._sampling
         assert isinstance(pipeline, ScriptedPipeline)
         pipeline.prompts.append(self._words)
-        self._parser = pipeline._format.parser("", None, pipeline.asked[-1].chat.tools)
+        self._parser = pipeline.chat_format.parser("", None, pipeline.asked[-1].chat.tools)
         self._said = pipeline.script(self._words)
         self._size = pipeline.size
         self._is_slow = "SLOW" in self._words

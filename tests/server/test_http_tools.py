@@ -104,6 +104,48 @@ def test_every_token_is_counted_whatever_it_became(client):
     assert written.startswith("<think>") and "</think>" in written
 
 
+@pytest.mark.parametrize("budget", [0, 1, 5, 100])
+def test_a_thinking_budget_closes_the_reasoning(client, budget):
+    """The tokens are those of thinking freely up to there, then the closing tag, then an answer."""
+    line = REASONING[0]
+    free = client.chat.completions.create(**asked(line), logprobs=True).choices[0]
+    free_tokens = [entry.token for entry in free.logprobs.content]
+    num_free = free_tokens.index("</think>") - 1
+    assert 5 < num_free < 100
+    body = asked(line)
+    body["extra_body"] = body["extra_body"] | {"thinking_token_budget": budget}
+    choice = client.chat.completions.create(**body, logprobs=True).choices[0]
+    tokens = [entry.token for entry in choice.logprobs.content]
+    most = min(budget, num_free)
+    assert tokens[: most + 2] == [*free_tokens[: most + 1], "</think>"]
+    assert choice.message.content
+    assert (choice.message.reasoning_content or "") == "".join(tokens[1 : most + 1]).strip()
+    with client.chat.completions.create(**body, stream=True) as chunks:
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(one.content or "" for one in deltas) == choice.message.content
+    schema = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 99}}}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    both = client.chat.completions.create(**body, response_format=form, logprobs=True).choices[0]
+    tokens = [entry.token for entry in both.logprobs.content]
+    assert tokens.index("</think>") == most + 1
+    assert both.finish_reason == "length" or json.loads(both.message.content) is not None
+
+    more = {"chat_template_kwargs": line.get("chat_template_kwargs", {}), "temperature": 0}
+    if budget:
+        url = str(client.base_url).removesuffix("/v1/")
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        answer = claude.messages.create(
+            model="tiny", messages=line["messages"], max_tokens=128, thinking=thinking,
+            extra_body=more,
+        )  # fmt: skip
+        said = {block.type: block for block in answer.content}
+        assert said["text"].text == choice.message.content
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids may forbid"):
+        extra = body["extra_body"] | {"allowed_token_ids": [5, 6]}
+        client.chat.completions.create(**body | {"extra_body": extra})
+
+
 def test_reasoning_that_is_cut_off_is_no_content(client):
     [choice] = client.chat.completions.create(**asked(REASONING[0]) | {"max_tokens": 6}).choices
     assert choice.message.reasoning_content and choice.message.content == ""

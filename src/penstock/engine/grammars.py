@@ -1,4 +1,5 @@
-"""`Grammars`: the matchers of requests whose output must match a grammar, and the masks they give.
+"""`Grammars`: the matchers of requests whose output must match a grammar, and the masks they give;
+and what closes the reasoning of those with a thinking budget (`thinking.py`).
 
 A gate holds a request until its grammar is compiled, a follower moves its matcher on with committed
 tokens, and `late_inputs` asks all matchers of a step which tokens they allow, while the device runs
@@ -19,6 +20,7 @@ import numpy as np
 
 from penstock import log
 from penstock.config.schema import EngineConfig
+from penstock.engine.thinking import Thinking
 from penstock.errors import RequestError
 from penstock.types.model_spec import ModelSpec
 from penstock.types.request import Request
@@ -45,24 +47,50 @@ def _library() -> Any:
 class _Running:
     """One request's matcher, at its last committed token."""
 
-    def __init__(self, request: Request, matcher: "LLMatcher", eos_ids: Sequence[int]) -> None:
-        assert request.grammar is not None
+    def __init__(
+        self, request: Request, matcher: "LLMatcher | None", eos_ids: Sequence[int]
+    ) -> None:
         self.matcher = matcher
+        self.thinking = Thinking(request.thinking) if request.thinking is not None else None
         self.num_tokens = 0
-        self._min_tokens = request.grammar.min_tokens
+        self._min_tokens = 0 if request.grammar is None else request.grammar.min_tokens
         self._stop_ids = request.stop_ids
         # The vocabulary knows all tokens that end an output of this model, a request some of them.
         self._foreign_ids = [one for one in eos_ids if one not in request.stop_ids]
 
+    @property
+    def has_mask(self) -> bool:
+        return self.matcher is not None or (self.thinking is not None and self.thinking.has_mask)
+
+    @property
+    def error(self) -> str | None:
+        if self.matcher is None or not self.matcher.is_error():
+            return None
+        return f"the output left its grammar: {self.matcher.get_error()}"
+
     def fill(self, words_W: Int32s) -> None:
         """What the matcher left out of its mask: which ends are allowed."""
+        if self.matcher is None:
+            words_W[:] = -1
+        else:
+            self._fill_ends(words_W)
+        if self.thinking is None:
+            return
+        if self.thinking.forced:
+            words_W[:] = 0
+            forced = self.thinking.forced[0]
+            words_W.view(np.uint32)[forced // 32] = np.uint32(1 << forced % 32)
+        elif self.thinking.banned is not None:
+            _clear(words_W, (self.thinking.banned,))
+
+    def _fill_ends(self, words_W: Int32s) -> None:
         _clear(words_W, self._foreign_ids)
         if self.num_tokens < self._min_tokens:
             others_W = words_W.copy()
             _clear(others_W, self._stop_ids)
             if others_W.any():  # else nothing but the end is possible
                 words_W[:] = others_W
-        if self.matcher.is_error():
+        if self.error is not None:
             # Any token will do: with its commit the request fails, and says why. Without one the
             # row would look as if the model were broken.
             words_W[:] = -1
@@ -101,7 +129,11 @@ class Grammars:
     # Gate
 
     def ready(self, request: Request) -> bool:
-        if request.grammar is None or request.id in self._running:
+        if request.id in self._running:
+            return True
+        if request.grammar is None:
+            if request.thinking is not None:
+                self._running[request.id] = _Running(request, None, ())
             return True
         if request.id not in self._waiting:
             compiling = self._compile(request.grammar.text)
@@ -156,17 +188,20 @@ class Grammars:
         running = self._running.get(request.id)
         if running is None:
             return None
-        matcher = running.matcher
         running.num_tokens += len(token_ids)
+        if running.thinking is not None:
+            running.thinking.on_commit(token_ids)
         is_last = token_ids[-1] in request.stop_ids  # the end of the output is no part of it
-        if not matcher.is_error():
-            matcher.consume_tokens(list(token_ids[:-1] if is_last else token_ids))
-        return f"the output left its grammar: {matcher.get_error()}" if matcher.is_error() else None
+        if running.matcher is not None and running.error is None:
+            running.matcher.consume_tokens(list(token_ids[:-1] if is_last else token_ids))
+        return running.error
 
     def known_tokens(self, request: Request) -> Sequence[int]:
         """Where the grammar leaves one way for a while, the tokens of that way."""
         running = self._running.get(request.id)
-        if running is None or running.matcher.is_error():
+        if running is None or running.matcher is None or running.error is not None:
+            return ()
+        if running.thinking is not None and running.thinking.has_mask:
             return ()
         known = running.matcher.compute_ff_tokens()
         return known if len(known) >= _MIN_KNOWN else ()
@@ -197,7 +232,7 @@ class Grammars:
         ):
             # A request that has ended meanwhile has none, and its token is dropped.
             running = self._running.get(self._by_row.get(row, -1))
-            if running is not None and num_rows:
+            if running is not None and running.has_mask and num_rows:
                 positions.append(position)
                 matched.append(running)
             position += num_rows
@@ -208,15 +243,13 @@ class Grammars:
     def _masks(self, matched: Sequence[_Running]) -> Int32s:
         masks_NW = np.zeros((len(matched), self._num_words), np.int32)
         num_bytes = masks_NW.shape[1] * masks_NW.itemsize
-        if len(matched) == 1 or self._executor is None:
-            for one, mask_W in zip(matched, masks_NW, strict=True):
-                one.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, num_bytes)
+        matchers = [(one.matcher, i) for i, one in enumerate(matched) if one.matcher is not None]
+        if len(matchers) < 2 or self._executor is None:
+            for matcher, i in matchers:
+                matcher.unsafe_compute_mask_ptr(masks_NW[i].ctypes.data, num_bytes)
         else:
             self._executor.unsafe_compute_mask_ptr(
-                [(one.matcher, i) for i, one in enumerate(matched)],
-                masks_NW.ctypes.data,
-                num_bytes,
-                len(matched),
+                matchers, masks_NW.ctypes.data, num_bytes, len(matched)
             )
         for one, mask_W in zip(matched, masks_NW, strict=True):
             one.fill(mask_W)

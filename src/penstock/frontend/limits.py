@@ -11,7 +11,7 @@ import numpy as np
 from penstock.errors import RequestError
 from penstock.ipc.messages import EngineInfo
 from penstock.types.pooling import Task
-from penstock.types.request import GenerateInput, Grammar, Request
+from penstock.types.request import GenerateInput, Grammar, Request, ThinkingBudget
 from penstock.types.sampling import SamplingParams
 
 MAX_STOP_STRING_CHARS = 1024
@@ -25,6 +25,7 @@ def make_requests(
     new_id: Callable[[], int],
     stream_interval: int = 1,
     grammar: str | None = None,
+    thinking: ThinkingBudget | None = None,
 ) -> list[Request]:
     """One request per sample; samples after the first wait for its prefix (`leader`)."""
     sampling = ask.sampling
@@ -44,11 +45,13 @@ def make_requests(
             "EOS; leave one of them out",
             "ignore_eos",
         )
-    if grammar is not None and (sampling.allowed_token_ids or sampling.bad_words_token_ids):
+    is_led = grammar is not None or thinking is not None
+    if is_led and (sampling.allowed_token_ids or sampling.bad_words_token_ids):
         name = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words"
         raise RequestError(
             "invalid_value",
-            f"{name} may forbid all that a grammar or a tool call allows; leave one of them out",
+            f"{name} may forbid all that a grammar, a tool call or a thinking budget allows; leave "
+            "one of them out",
             name,
         )
     num_kept = ask.truncate_prompt_tokens
@@ -71,9 +74,10 @@ def make_requests(
         cache_keys=_cache_keys(ask),
         stream_interval=stream_interval,
         # A processor sees the tokens before it: nothing is drafted, the last step is committed.
-        late_inputs=grammar is not None or bool(sampling.logits_processors),
+        late_inputs=is_led or bool(sampling.logits_processors),
         pooling=ask.pooling,
         grammar=None if grammar is None else Grammar(text=grammar, min_tokens=sampling.min_tokens),
+        thinking=thinking,
         adapter=ask.adapter,
     )
     return [first] + [

@@ -17,8 +17,9 @@ from penstock.frontend.sample import Sample
 from penstock.text.chat_format import ChatFormat
 from penstock.text.grammars.output_grammar import AnswerStart, is_free, output_grammar
 from penstock.text.output_parser import OutputParser
+from penstock.text.reasoning.budget import thinking_budget
 from penstock.text.tokenizer import MAX_CHARS_PER_TOKEN, Tokenizer, check_length
-from penstock.types.request import GenerateInput
+from penstock.types.request import GenerateInput, ThinkingBudget
 from penstock.types.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 
 # Nobody reads an unstreamed output before its end; a report now and then keeps its size bounded.
@@ -79,6 +80,7 @@ class GenerationPipeline:
             self.client.new_id,
             engine_interval,
             await self._grammar(ask, ids),
+            self._thinking(ask, ids),
         )
         if len(requests[0].prompt_ids) < len(ids):
             text = None  # it was truncated, so this is not its text any more
@@ -156,6 +158,15 @@ class GenerationPipeline:
             ask.tool_rule,
             ask.parallel_tool_calls,
         )
+
+    def _thinking(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> ThinkingBudget | None:
+        num_tokens = ask.sampling.thinking_token_budget
+        if num_tokens is None:
+            return None
+        if self.tokenizer is None:
+            raise _needs_tokenizer("a thinking budget", "thinking_token_budget")
+        start = self.chat_format.answer_start(*self._beginning(ask, prompt_ids))
+        return thinking_budget(self.tokenizer, start, num_tokens, bool(ask.chat.tools))
 
     async def tokenize(self, ask: GenerateInput) -> tuple[tuple[int, ...], str | None]:
         """The prompt's ids, and its text unless it came as ids."""

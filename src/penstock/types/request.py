@@ -74,6 +74,19 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """How many tokens an output may reason, and by which ids reasoning is known."""
+
+    num_tokens: int
+    opening: tuple[int, ...]  # one after the other they begin it
+    closing: tuple[int, ...]  # each of them ends it
+    ending: tuple[int, ...]  # written where the budget is used up
+    not_next: int | None = None  # may not come behind that
+    is_open: bool = False  # the prompt has begun it
+    may_reopen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence for the engine: ids only, already checked against the limits.
 
@@ -97,6 +110,7 @@ class Request:
     stream_interval: int = 1  # output tokens per delta; the first one is reported at once
     late_inputs: bool = False  # its sampling depends on what the commit before it finds
     grammar: Grammar | None = None  # which outputs it may have; then late_inputs is set
+    thinking: ThinkingBudget | None = None  # then late_inputs is set
     pooling: Pooling | None = None  # wanted of its last position; then max_tokens is 1
     adapter: Adapter | None = None  # then it is among the cache_keys
     leader: int | None = (

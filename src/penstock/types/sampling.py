@@ -32,12 +32,13 @@ BOUNDS: Mapping[str, tuple[float, float | None]] = {  # of single fields, both i
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "n": (1, MAX_SAMPLES),
     "length_penalty": (-10.0, 10.0),
+    "thinking_token_budget": (0, None),
 }
 _MAPPINGS = ("logit_bias", "logits_processors")
 _NOT_WITH_BEAMS = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "logit_bias", "stop", "prompt_logprobs", "guided_decoding", "bad_words"),
-    *("bad_words_token_ids", "allowed_token_ids", "logits_processors"),
+    *("bad_words_token_ids", "allowed_token_ids", "logits_processors", "thinking_token_budget"),
 )
 
 
@@ -76,6 +77,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     guided_decoding: GuidedDecodingParams | None = None  # stays outside the engine
+    thinking_token_budget: int | None = None  # after so many tokens reasoning is closed
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

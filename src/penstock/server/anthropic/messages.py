@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,8 @@ async def create_message(request: Request) -> Response | FramedStream:
     state = state_of(request)
     defaults = state.pipeline.client.info.default_sampling
     asked, given = await read_body(request, partial(_read, defaults))
+    if state.pipeline.chat_format.reasoning is None:  # nothing is thinking, no budget is exceeded
+        given = replace(given, sampling=replace(given.sampling, thinking_token_budget=None))
     inputs = on_behalf(tenant_of(request), [given])
     state, inputs = await with_adapter(state, inputs, asked.model)
     with told_as(NAMES):

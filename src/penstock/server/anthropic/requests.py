@@ -31,6 +31,7 @@ NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _BLOCKS = {
     "type": "array",
@@ -229,7 +230,13 @@ class MessagesRequest(PromptFields):
             "seed": self.seed,
             "priority": self.priority,
             "cache_salt": self.cache_salt,
+            "thinking_token_budget": self._budget,
         }
+
+    @property
+    def _budget(self) -> int | None:
+        is_bounded = self.thinking is not None and self.thinking.type == "enabled"
+        return self.thinking.budget_tokens if self.thinking is not None and is_bounded else None
 
 
 def _chat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -45,6 +45,7 @@ FIELDS = {
     "include_stop_str_in_output": "Leave the stop text in the output.",
     "ignore_eos": "Do not end at the model's end-of-text token.",
     "min_tokens": "Tokens before which the output does not end.",
+    "thinking_token_budget": "Tokens after which reasoning is closed.",
     "logit_bias": "Added to the logits of tokens, by token id.",
     "allowed_token_ids": "Nothing but these tokens may be drawn, the end token included.",
     "bad_words": "Texts of up to 8 tokens that the output does not hold, with a space before them "
@@ -113,7 +114,7 @@ FIELDS = {
     "stop_sequences": "Texts that end the output; they are not part of it.",
     "thinking": "enabled or adaptive: the model thinks where its chat template can switch that; "
     "disabled: it does not, and thinking is left out of the message.",
-    "budget_tokens": "Less than max_tokens, which alone bounds thinking.",
+    "budget_tokens": "Less than max_tokens; after so many tokens thinking is closed.",
     "disable_parallel_tool_use": "true: at most one call is returned.",
     "display": "Nothing is summarized: thinking is returned as it is.",
     "output_config": "Effort, and the format of the output.",

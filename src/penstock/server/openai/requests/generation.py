@@ -117,7 +117,6 @@ class GenerationFields(Strict):
         "return_context_logits": "logits are not returned; ask for prompt_logprobs",
         "disaggregated_params": "disaggregated serving is not supported",
         "conversation_params": "server-side conversations are not supported",
-        "thinking_token_budget": "a thinking budget is not supported",
         "kv_transfer_params": "disaggregated serving is not supported",
         "vllm_xargs": "nothing reads it; logits_processors take arguments",
         "mm_processor_kwargs": "only text is supported",
@@ -157,6 +156,7 @@ class GenerationFields(Strict):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Count = 0
+    thinking_token_budget: Count | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Truncation | None = None
@@ -185,7 +185,6 @@ class GenerationFields(Strict):
     lora_request: Annotated[LoraChoice, at_most("lora_request", MAX_OPTIONS)] | None = None
     disaggregated_params: dict[str, Any] | None = None
     conversation_params: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -266,7 +265,7 @@ _SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "prompt_logprobs", "n", "best_of", "detokenize"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
-    *("allowed_token_ids", "bad_words"),
+    *("allowed_token_ids", "bad_words", "thinking_token_budget"),
     *("use_beam_search", "length_penalty", "early_stopping"),
 )
 
