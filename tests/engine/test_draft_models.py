@@ -97,6 +97,10 @@ class Counted:
         self.note()
         return self.graphs(*inputs)
 
+    def again(self, count):
+        self.note()
+        return self.graphs.again(count)
+
 
 class Drafting:
     def __init__(self, folder: Path, reference, **asked) -> None:

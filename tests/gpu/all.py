@@ -61,6 +61,7 @@ def parts() -> list[Part]:
         found.append(Part("kernels", ("-m", "pytest", "-q", str(HERE / "test_kernels_gpu.py"))))
     for folder in (ROOT / "src/penstock/hub/tiny", *sorted((ROOT / "tests/siblings").iterdir())):
         found.append(Part(f"texts of {folder.name}", script("texts_check.py", str(folder))))
+        found.append(Part(f"drafts of {folder.name}", script("drafts_check.py", str(folder))))
     found.append(Part("engine trace", script("engine_check.py", "trace"), 90.0, is_alone=True))
     return found
 

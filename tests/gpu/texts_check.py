@@ -57,6 +57,13 @@ def check(folder: Path) -> bool:
     threads = max(1, (os.cpu_count() or 1) // 4)
     truth = answers(folder, asked, device="cpu", dtype="float32", num_threads=threads)
     found = answers(folder, asked, device="auto", dtype="bfloat16")
+    return agree(f"{folder.name}, beside the CPU", asked, found, truth)
+
+
+def agree(
+    name: str, asked: list[dict[str, Any]], found: list[RequestOutput], truth: list[RequestOutput]
+) -> bool:
+    """Whether most answers are the same, and the others part at a tie."""
     num_equal = num_wrong = 0
     for example, ours, theirs in zip(asked, found, truth, strict=True):
         assert ours.prompt_token_ids == theirs.prompt_token_ids
@@ -74,8 +81,8 @@ def check(folder: Path) -> bool:
         print(f"{'ok  ' if is_tie else 'FAIL'} token {at}, gap {first - second:.3f}: {what}")
     ok = not num_wrong and num_equal >= MIN_EQUAL * len(asked)
     print(
-        f"{'ok  ' if ok else 'FAIL'} {folder.name}: {num_equal} of {len(asked)} answers are the "
-        f"CPU's; {num_wrong} differ without a tie",
+        f"{'ok  ' if ok else 'FAIL'} {name}: {num_equal} of {len(asked)} answers are the same; "
+        f"{num_wrong} differ without a tie",
         flush=True,
     )
     return ok

@@ -55,6 +55,7 @@ def _completion(deltas: list[TextDelta]) -> CompletionOutput:
         stop_reason=last.stop_reason,
         pooled=last.pooled,
         beam_score=last.beam_score,
+        avg_decoded_tokens_per_iter=last.tokens_per_step,
         logprobs=logprobs,
         cumulative_logprob=math.fsum(one.logprob for one in logprobs) if logprobs else None,
     )

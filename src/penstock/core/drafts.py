@@ -1,59 +1,145 @@
-"""`DraftsPerDecode`: how many drafted tokens a decode may feed, so that drafting gains time.
+"""`DraftLengths`: how many drafted tokens each decode of a step feeds, so that drafting gains time.
 
 A decode that feeds k drafts gives 1 + s1 + ... + sk tokens, where sj is how often the first j are
-right, by what was seen lately; a step of so many decodes takes as long as was measured at start.
-The k with most tokens per second is taken, which may be none.
+right: of this sequence by what was seen of it lately, and of all where it has shown little. A step
+takes as long as was measured at start. The drafts that give most tokens per second are fed, which
+may be none; where it stays at none the drafter rests.
 """
 
+# N decodes of a step, R places for sequences, K most drafts
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.core.sequence import Sequence
 from penstock.types.step import StepPlan, StepResult
 from penstock.types.step_costs import StepCosts
 
 _FIRST_GUESS = 0.8  # of drafts that are right, before any was seen
-_NEW_WEIGHT = 0.02  # of one decode in the running mean
-# Where drafting does not pay, a few steps in so many draft one token: text and load change.
-_PROBE_PERIOD, _PROBE_STEPS = 128, 3
+_NEW_WEIGHT = 0.02  # of one decode in the mean of all
+_OWN_DECAY = 0.98  # by decode, of what a sequence has shown
+_UNSEEN_DECAY = 0.99  # where it is not drafted for beside others that are
+_PRIOR = 16.0  # decodes that the mean of all counts for, beside a sequence's own
+_LEAST_GAIN = 1.03  # measured times are not exact
+_KEPT_STEPS = 8  # that a choice holds for, with the same sequences
+# Where drafting does not pay a drafter keeps up with the text for a while, and then rests. A few
+# steps in so many draft one token: text changes.
+_PATIENCE, _PROBE_PERIOD, _PROBE_STEPS = 16, 128, 3
 
 
-class DraftsPerDecode:
+class Lengths(NamedTuple):
+    each: Seq[int]  # drafts of each decode
+    most: int  # to draft behind the step
+    is_followed: bool  # the drafter keeps up
+
+
+class DraftLengths:
     """`costs` None: always the most, in steps of up to `max_decodes`."""
 
-    def __init__(self, most: int, max_decodes: float, costs: StepCosts | None) -> None:
-        self._most, self._max_decodes, self._costs = most, max_decodes, costs
+    def __init__(
+        self, most: int, max_decodes: float, costs: StepCosts | None, num_rows: int, num_ranks: int
+    ) -> None:
+        """`num_rows`: of each data-parallel rank."""
+        self._most, self._max_decodes, self.costs = most, max_decodes, costs
+        self._num_rows, num_places = num_rows, num_rows * num_ranks
         # Of each place: how often its draft is right where those before it are.
-        self._right = [_FIRST_GUESS] * most
-        self._num_refused = 0
+        self._right_K = np.full(most, _FIRST_GUESS)
+        self._owners: list[tuple[int, int] | None] = [None] * num_places
+        self._own_right_RK = np.zeros((num_places, most))
+        self._own_seen_RK = np.zeros((num_places, most))
+        self._has_holes_R = np.zeros(num_places, bool)  # tokens that the drafter has not followed
+        self._passes = [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24) if k < most] + [most]
+        self._num_refused = self._age = 0
+        self._chosen: tuple[list[int], list[int]] = ([], [])  # for which places, and how many
 
-    def most(self, num_decodes: int) -> int:
-        """Of each decode of a step with so many; also what is worth drafting behind it."""
-        if num_decodes > self._max_decodes:
-            return 0
-        if self._costs is None or not self._most or not num_decodes:
-            return self._most
-        num_tokens = kept = 1.0
-        best, best_rate = 0, 1.0 / self._costs.seconds(num_decodes, 0)
-        for num_drafts, right in enumerate(self._right, start=1):
-            kept *= right
-            num_tokens += kept
-            rate = num_tokens / self._costs.seconds(num_decodes, num_drafts)
-            if rate > best_rate:
-                best, best_rate = num_drafts, rate
-        if best:
+    def of(self, decodes: Seq[Sequence]) -> Lengths:
+        """Of the sequences that a step decodes."""
+        num = len(decodes)
+        if num > self._max_decodes:
+            return self._refuse(num)
+        if self.costs is None or not self._most:
+            return Lengths([self._most] * num, self._most, True)
+        if not num:  # behind prompts
+            return Lengths([], 0 if self._num_refused else self._most, True)
+        self._age += 1
+        places = self._places(decodes)
+        if places != self._chosen[0] or self._age >= _KEPT_STEPS:
+            self._chosen, self._age = (places, self._best(places)), 0
+        each = self._chosen[1]
+        if most := max(each):
             self._num_refused = 0
-            return best
+            return Lengths(each, most, True)
+        return self._probe(places) or self._refuse(num)
+
+    def _refuse(self, num_decodes: int) -> Lengths:
         self._num_refused += 1
-        return int(self._num_refused % _PROBE_PERIOD >= _PROBE_PERIOD - _PROBE_STEPS)
+        is_followed = self.costs is None or self._num_refused <= _PATIENCE
+        return Lengths([0] * num_decodes, 0, is_followed)
+
+    def _probe(self, places: list[int]) -> Lengths | None:
+        """Sequences that the drafter knows all of try one draft, when it is time to."""
+        if self._num_refused < _PROBE_PERIOD - _PROBE_STEPS:
+            return None
+        each = (~self._has_holes_R[places]).astype(int).tolist()
+        if not any(each):
+            return None
+        self._num_refused += 1
+        if self._num_refused >= _PROBE_PERIOD:
+            self._num_refused = _PATIENCE + 1
+        return Lengths(each, 1, True)
+
+    def _places(self, decodes: Seq[Sequence]) -> list[int]:
+        """Where what is known of each is kept."""
+        places = []
+        for seq in decodes:
+            place, owner = seq.dp_rank * self._num_rows + seq.row, (seq.id, seq.epoch)
+            if self._owners[place] != owner:
+                self._owners[place] = owner
+                self._own_right_RK[place] = self._own_seen_RK[place] = 0.0
+                self._has_holes_R[place] = False
+                self._age = _KEPT_STEPS
+            places.append(place)
+        return places
+
+    def _best(self, places: list[int]) -> list[int]:
+        assert self.costs is not None
+        num = len(places)
+        right_NK = self._own_right_RK[places] + _PRIOR * self._right_K
+        kept_NK = (right_NK / (self._own_seen_RK[places] + _PRIOR)).cumprod(axis=1)
+        best_rate = _LEAST_GAIN * num / self.costs.plain_seconds(num)
+        best = [0] * num
+        for passes in self._passes:
+            kept_NP = kept_NK[:, :passes]
+            gains = np.sort(kept_NP, axis=None)[::-1]  # of a sequence the first draft's is largest
+            num_fed = np.arange(1, len(gains) + 1)
+            rates = (num + gains.cumsum()) / self.costs.seconds(num, passes, num_fed)
+            at = int(rates.argmax())
+            if rates[at] > best_rate:
+                best_rate, best = float(rates[at]), (kept_NP >= gains[at]).sum(axis=1).tolist()
+        return best
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """A step has ended: which drafts were right."""
-        if result.error is not None or not plan.has_drafts:
+        if result.error is not None or not self._most:
             return
-        num_fed = plan.num_tokens[: plan.num_decodes] - 1
-        num_right = result.num_accepted[: plan.num_decodes] - 1
-        for place in range(self._most):
-            was_due = (num_fed > place) & (num_right >= place)
-            count = int(was_due.sum())
-            if not count:
-                return
-            share = float((num_right[was_due] > place).mean())
-            weight = 1 - (1 - _NEW_WEIGHT) ** count
-            self._right[place] += weight * (share - self._right[place])
+        decodes = slice(plan.num_decodes)
+        places = plan.dp_ranks[decodes] * self._num_rows + plan.rows[decodes]
+        if not plan.is_followed:
+            self._has_holes_R[places] = True
+        if not plan.has_drafts:
+            return
+        num_fed_N1 = plan.num_tokens[decodes, None] - 1
+        num_right_N1 = result.num_accepted[decodes, None] - 1
+        drafts_K = np.arange(self._most)
+        was_due_NK = (num_fed_N1 > drafts_K) & (num_right_N1 >= drafts_K)
+        was_right_NK = was_due_NK & (num_right_N1 > drafts_K)
+        decay_N1 = np.where(num_fed_N1 > 0, _OWN_DECAY, _UNSEEN_DECAY)
+        self._own_right_RK[places] = self._own_right_RK[places] * decay_N1 + was_right_NK
+        self._own_seen_RK[places] = self._own_seen_RK[places] * decay_N1 + was_due_NK
+        is_whole_N1 = ~self._has_holes_R[places, None]
+        num_due_K = (was_due_NK & is_whole_N1).sum(0)
+        share_K = (was_right_NK & is_whole_N1).sum(0) / np.maximum(num_due_K, 1)
+        weight_K = 1 - (1 - _NEW_WEIGHT) ** num_due_K
+        self._right_K += weight_K * (share_K - self._right_K)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.core.drafts import Lengths
 from penstock.core.sequence import Sequence
 from penstock.types.step import (
     FROM_DEVICE,
@@ -107,7 +108,7 @@ class PlanBuilder:
             )
         )
 
-    def to_plan(self, cache_ops: Seq[CacheOp], max_drafts: int | None = None) -> StepPlan:
+    def to_plan(self, cache_ops: Seq[CacheOp], lengths: Lengths) -> StepPlan:
         entries = self.entries
         growth = np.array(self._growth, np.int32).reshape(-1, 5).T
         columns = np.array(list(zip(*entries, strict=True))[2:], np.int32)
@@ -131,5 +132,6 @@ class PlanBuilder:
             max_kv_lens=max_kv_lens,
             num_decodes=len(self._decodes) + len(self._drafted),
             needs_late_inputs=any(e.seq.request.late_inputs for e in entries),
-            max_drafts=max_drafts,
+            max_drafts=lengths.most,
+            is_followed=lengths.is_followed or bool(self._prefills),
         )

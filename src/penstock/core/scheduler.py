@@ -5,6 +5,7 @@ may be in flight; a plan counts a token still on the device as one that will com
 that comes for a sequence which has ended or was preempted meanwhile is dropped.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -12,6 +13,7 @@ from itertools import takewhile
 
 from penstock.config.run import QueuePolicy, RunConfig
 from penstock.core.deltas import logprob_tuple, new_prompt_logprobs, report
+from penstock.core.drafts import DraftLengths, Lengths
 from penstock.core.followers import Follower
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
@@ -39,18 +41,21 @@ class Scheduler:
         *,
         max_in_flight_per_sequence: int | None = None,
         chunk_limit: Callable[[int, int], int] | None = None,
-        max_drafts: Callable[[int], int] | None = None,
+        draft_lengths: Callable[[Seq[Sequence]], Lengths] | None = None,
     ) -> None:
         """`max_in_flight_per_sequence`: of decodes. `chunk_limit`: the most prompt tokens of a step
         that also decodes, by the sequences that wait for a first token and could have it, and by
-        those that decode. `max_drafts`: the most drafts of each decode, by their number."""
+        those that decode. `draft_lengths`: the most drafts of each decode."""
         self._config = config
         self._kvs = tuple(kvs)
         self._placement = Placement(self._kvs, config.balance)
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
         self._chunk_limit = chunk_limit or (lambda num_new, num_decodes: config.max_num_tokens)
-        self._max_drafts = max_drafts or (lambda num_decodes: config.max_num_tokens)
+        self._draft_lengths = (
+            draft_lengths
+            or DraftLengths(config.max_drafts, math.inf, None, config.max_batch_size, len(kvs)).of
+        )
         self._gates: list[Gate] = []
         self._followers: list[Follower] = []
         self._refused: list[TokenDelta] = []  # by gates, until they are taken
@@ -126,7 +131,7 @@ class Scheduler:
         builder = PlanBuilder(self._next_step, budgets)
         self._preempt_leaving(builder)
         is_due = self._preempt_for_tenant(builder)
-        max_drafts = self._plan_decodes(builder)
+        lengths = self._plan_decodes(builder)
         self._plan_extended(builder)
         builder.limit_chunks(self._most_beside_decodes())
         num_free_rows = list(map(len, self._free_rows))
@@ -142,7 +147,7 @@ class Scheduler:
         self._next_step += 1
         self._in_flight.append((builder.step_id, entries))
         self._gauge()
-        return builder.to_plan([op for kv in self._kvs for op in kv.take_ops()], max_drafts)
+        return builder.to_plan([op for kv in self._kvs for op in kv.take_ops()], lengths)
 
     def take_refused(self) -> list[TokenDelta]:
         """The last deltas of requests that a gate has ended since the last call."""
@@ -162,28 +167,27 @@ class Scheduler:
             self._preempt(builder, leaving)
         return True
 
-    def _plan_decodes(self, builder: PlanBuilder) -> int:
-        """How many drafts a decode may have in a step like this one."""
+    def _plan_decodes(self, builder: PlanBuilder) -> Lengths:
         ready = [seq for seq in self._running if self._may_decode(seq)]
         if self._config.mesh.pp > 1:
             ready = self._micro_batch(ready)
         spare = builder.budgets.copy()  # for drafts: what every decode's own token leaves
         for seq in ready:
             spare[seq.dp_rank] -= 1
-        max_drafts = self._max_drafts(len(ready))
-        for seq in ready:  # but for those who leave meanwhile
+        lengths = self._draft_lengths(ready)
+        for seq, most in zip(ready, lengths.each, strict=True):  # but for those who leave meanwhile
             if seq.state is not State.RUNNING or not self._may_decode(seq):
                 continue
             if not builder.budgets[seq.dp_rank]:
                 continue
-            num_drafts = self._num_drafts(seq, min(max_drafts, spare[seq.dp_rank]))
+            num_drafts = self._num_drafts(seq, min(most, spare[seq.dp_rank]))
             max_kv_len = seq.num_tokens + seq.num_pending + num_drafts
             if self._reserve_blocks(builder, seq, max_kv_len):
                 if seq.num_tokens + seq.num_pending - 1 == seq.num_prefill:  # the first one
                     self._before_step(builder, seq, seq.num_prefill)
                 spare[seq.dp_rank] -= num_drafts
                 builder.decode(seq, num_drafts, max_kv_len)
-        return max_drafts
+        return lengths
 
     def _plan_extended(self, builder: PlanBuilder) -> None:
         """Outputs that go on with tokens which were not drawn: they wait for no prompt either."""

@@ -15,7 +15,7 @@ from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.core.chunk_limit import ChunkLimit
-from penstock.core.drafts import DraftsPerDecode
+from penstock.core.drafts import DraftLengths
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop, Executor
@@ -157,7 +157,13 @@ class Engine:
         chunk_limit = ChunkLimit(
             config.tokens_beside_decodes, config.max_num_tokens, config.tokens_in_bursts
         )
-        drafts = DraftsPerDecode(config.max_drafts, config.max_drafting_decodes, runner.costs)
+        self.drafts = DraftLengths(
+            config.max_drafts,
+            config.max_drafting_decodes,
+            runner.costs,
+            config.max_batch_size,
+            config.mesh.dp,
+        )
         self.scheduler = Scheduler(
             config,
             kvs,
@@ -165,7 +171,7 @@ class Engine:
             # What a decode feeds comes back from the last stage by way of the host.
             max_in_flight_per_sequence=1 if config.mesh.pp > 1 else None,
             chunk_limit=chunk_limit.of_step,
-            max_drafts=drafts.most,
+            draft_lengths=self.drafts.of,
         )
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
         self.grammars = Grammars(asked, self.spec)
@@ -190,7 +196,7 @@ class Engine:
             count_step(counters, plan, result)
             seconds = time.monotonic() - started
             chunk_limit.observe(plan, seconds)
-            drafts.observe(plan, result)
+            self.drafts.observe(plan, result)
             num_accepted = counters.accepted_tokens - num_described
             num_described += num_accepted
             return describe_step(

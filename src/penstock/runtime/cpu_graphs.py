@@ -1,4 +1,4 @@
-"""`DecodeCpuGraphs`: decode steps on a CPU, recorded once per number of entries and run from C.
+"""`DecodeCpuGraphs`: steps of decodes on a CPU, recorded once per number of entries and run from C.
 
 A step of a small model is some hundred short ops, and to call them from Python takes as long as
 many of them do.
@@ -27,11 +27,11 @@ _INPUTS = ("input_ids_T", "positions_T", "slots_T", "rows_N", "kv_lens_N")
 class _Recorded:
     graph: CpuGraph
     batch: ForwardBatch
-    logits_NV: Tensor
+    result: Tensor
 
 
 class DecodeCpuGraphs:
-    """`step` is a batch of decodes -> logits; `max_kv_len` is the most that a batch may have."""
+    """`step`: of a batch of decodes, which has at most `max_kv_len` of each."""
 
     def __init__(self, step: Callable[[ForwardBatch], Tensor], max_kv_len: int) -> None:
         self._step = step
@@ -41,8 +41,8 @@ class DecodeCpuGraphs:
         self._recorded: dict[int, _Recorded] = {}
         self._is_recordable = self._library is not None
 
-    def logits(self, batch: ForwardBatch) -> Tensor | None:
-        """logits_NV, which the next call overwrites; None: the model has to compute this step."""
+    def run(self, batch: ForwardBatch) -> Tensor | None:
+        """What the step gives, which the next call overwrites; None: it has to be computed."""
         is_long = batch.num_entries > _MAX_ENTRIES
         if not self._is_recordable or is_long or batch.has_fields:
             return None
@@ -55,19 +55,19 @@ class DecodeCpuGraphs:
             for name in _INPUTS:
                 getattr(mine, name).copy_(getattr(theirs, name))
         recorded.graph.run()
-        return recorded.logits_NV
+        return recorded.result
 
     def _record(self, batch: ForwardBatch) -> _Recorded | None:
         own = self._own(batch)
         own.others = tuple(self._own(other) for other in batch.others)
         assert self._library is not None
         try:
-            graph, logits_NV = record(self._library, self._arena, lambda: self._step(own))
+            graph, result = record(self._library, self._arena, lambda: self._step(own))
         except NotRecordable as reason:
             _log.debug("decode steps run op by op: %s", reason)
             self._is_recordable = False
             return None
-        recorded = _Recorded(graph, own, logits_NV)
+        recorded = _Recorded(graph, own, result)
         self._recorded[batch.num_entries] = recorded
         return recorded
 

@@ -28,6 +28,16 @@ def columns(tokens_N4: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return rows_N, positions_N, ids_N, ends_N
 
 
+def advance(tokens_S4: Tensor, drafts_S: Tensor) -> Tensor:
+    """The drafts become the tokens, in place; negative ones stand where no block is, or no draft
+    before."""
+    is_there_S = (tokens_S4[:, 1] < tokens_S4[:, 3]) & (tokens_S4[:, 2] >= 0)
+    drafts_S = torch.where(is_there_S, drafts_S, -1)
+    tokens_S4[:, 1] += 1
+    tokens_S4[:, 2] = drafts_S
+    return drafts_S
+
+
 class TokenGraphs:
     def __init__(
         self, run: TokenRun, sizes: tuple[int, ...], may_pad: bool, rows: Rows, *widths: int
@@ -59,6 +69,12 @@ class TokenGraphs:
             kept[:count].copy_(given)
         captured.inputs[0][count:] = self._padding_4
         return tuple(one[:count] for one in captured.replay())
+
+    def again(self, count: int) -> tuple[Tensor, ...]:
+        """Of as many, with what the last call has left in its inputs."""
+        size = self._padded(count)
+        assert size is not None
+        return tuple(one[:count] for one in self._captured[size].replay())
 
     def _padded(self, count: int) -> int | None:
         return captured_size(self._sizes, count, self._may_pad)

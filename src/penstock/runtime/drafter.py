@@ -34,19 +34,24 @@ from penstock.types.step import RowJoin
 
 class Drafter(Protocol):
     max_drafts: int  # K
-    follows_steps: bool  # it is told of every step, and what the model computed in it
+    follows_steps: bool  # it is told of steps, and what they fed
+    reads_hidden: bool  # and what the model computed in them
 
     def capture(
         self, pool: GraphPool, sizes: tuple[int, ...], may_pad: bool, max_kv_len: int
     ) -> None:
         """CUDA graphs of what it runs behind steps of decodes, of so many tokens."""
 
+    def use_cpu_graphs(self, max_kv_len: int) -> None:
+        """The same on a CPU."""
+
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows held is gone."""
 
     def draft(self, step: DrafterInputs) -> Tensor:
         """int64 [N, K]: tokens to follow the new ones, negative where there are none. Where none
-        are worth it, the drafter only keeps up. Nothing waits for the device."""
+        are worth it, the drafter only keeps up, and where it is not told what was fed, it rests.
+        Nothing waits for the device."""
 
 
 def make_drafter(

@@ -18,7 +18,7 @@ class FedTokens:
     """The step's tokens, those that were drafted and did not count included."""
 
     batch: ForwardBatch
-    hidden_TE: Tensor  # after the final norm, or behind the layers that are captured
+    hidden_TE: Tensor | None  # after the final norm, or behind the layers that are captured
     next_ids_T: Tensor  # int64: what follows each of them, by what was drawn or by the prompt
     last_N: Tensor  # int64: of each row the last one that counts
 
@@ -33,7 +33,7 @@ class DrafterInputs:
     num_accepted_N: Tensor
     max_drafts: int | None  # worth drafting; None: as many as the drafter likes
     max_kv_lens: Int32s  # host, of each row: it has blocks for so many tokens
-    fed: FedTokens | None  # for drafters that follow steps
+    fed: FedTokens | None  # for drafters that follow steps; None: not this one
     # Rows of each data-parallel rank, where ranks differ: one without any drafts for a padding row.
     rank_rows: tuple[int, ...] | None = None
 

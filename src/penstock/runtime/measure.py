@@ -1,6 +1,7 @@
 """Measures at start how long steps of decodes take, with and without drafts: `StepCosts`."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from penstock.types.step import LateInputs, StepPlan
 from penstock.types.step_costs import StepCosts
 
 _DECODES = (1, 4, 16, 64, 256, 1024)
-_REPEATS = 3  # the first one warms up, of the others the quickest counts
+_REPEATS = 4  # the first one warms up, of the others the quickest counts
 _MOST_S = 1.5  # on one rank; several measure all, in step
 
 
@@ -22,25 +23,33 @@ def measure_costs(runner: ModelRunner, config: RunConfig) -> StepCosts | None:
         return None
     fitting = min(config.max_batch_size, config.max_num_tokens // num_tokens)
     decodes: list[int] = []
-    columns: tuple[list[float], ...] = ([], [], [])
+    found: list[list[float]] = []
     until = time.monotonic() + _MOST_S
     for num in _DECODES:
         is_late = config.mesh.size == 1 and time.monotonic() > until
         if num > fitting or (is_late and decodes):
             break
         rows = np.arange(num, dtype=np.int32)
-        for (fed, drafted), column in zip(
-            ((1, 0), (1, most), (num_tokens, most)), columns, strict=True
-        ):
+        steps = ((1, 0, False), (1, 0, True), (1, most, True), (num_tokens, most, True))
+        seconds: list[float] = []
+        for fed, drafted, is_followed in steps:
             _run(runner, first_tokens(rows))
             plan = decodes_of(rows, fed, drafted, _REPEATS * num_tokens + 1)
-            column.append(min([_run(runner, plan) for _ in range(_REPEATS)][1:]))
+            plan = replace(plan, is_followed=is_followed)
+            quickest = min([_run(runner, plan) for _ in range(_REPEATS)][1:])
+            seconds.append(max([quickest, *seconds[-1:]]))  # each does more than the one before
+        found.append(seconds)
         decodes.append(num)
     if not decodes:
         return None
-    plain, drafting, full = map(tuple, columns)
+    plain, following, drafting, full = zip(*found, strict=True)
     return StepCosts(
-        max_drafts=most, decodes=tuple(decodes), plain=plain, drafting=drafting, full=full
+        max_drafts=most,
+        decodes=tuple(decodes),
+        plain=plain,
+        following=following,
+        drafting=drafting,
+        full=full,
     )
 
 

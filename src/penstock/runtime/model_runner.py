@@ -52,13 +52,13 @@ class _Forwarded:
     ran_as: RanAs
     drafted: DraftedRows | None = None
     pooled: Pooled | None = None
-    fed: "_Fed | None" = None  # for a drafter that reads hidden states
+    fed: "_Fed | None" = None  # for a drafter that follows the step
 
 
 @dataclass(slots=True)
 class _Fed:
     batch: ForwardBatch
-    hidden_TE: Tensor
+    hidden_TE: Tensor | None
     logit_index_L: Tensor | None
 
 
@@ -146,7 +146,8 @@ class ModelRunner:
         self._model = model
         self._cache_layers = model.cache_layers()
         self._drafter = drafter
-        self._is_followed = drafter is not None and drafter.follows_steps
+        self._has_follower = drafter is not None and drafter.follows_steps
+        self._reads_hidden = drafter is not None and drafter.reads_hidden
         self._rows = rows
         self._kv = kv
         self._sampler = sampler
@@ -172,11 +173,11 @@ class ModelRunner:
             self._drafter.capture(pool, sizes, may_pad, max_kv_len)
 
     def use_cpu_graphs(self, max_kv_len: int) -> None:
-        if self._is_followed:  # they give logits alone
-            return
         self._cpu_graphs = DecodeCpuGraphs(
             lambda batch: self._model.logits(self._model(batch)), max_kv_len
         )
+        if self._drafter is not None:
+            self._drafter.use_cpu_graphs(max_kv_len)
 
     @property
     def device_bytes(self) -> int:
@@ -234,11 +235,11 @@ class ModelRunner:
         """A step with prompts; `tokens` has each token of a decode as one of its own."""
         logits_LV, kv_lens_L, rows_L, hidden_TE = outputs
         rows, fed = tokens.rows[tokens.num_logit_rows > 0], None
-        if hidden_TE is not None and plan.num_entries:
+        if self._follows(plan) and plan.num_entries:
             build = self._rows.build if drafted is None else self._rows.build_drafted
             inputs = build(plan, is_grown=True)
             fed = self._fed_anew(plan, inputs.batch, hidden_TE, inputs.logit_index_L)
-        elif hidden_TE is not None:
+        elif self._follows(plan):
             fed = self._fed_padding(plan, hidden_TE)
         return _Forwarded(
             plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed=fed
@@ -255,7 +256,7 @@ class ModelRunner:
         """A step of decodes."""
         logits_LV, kv_lens_L, rows_L, hidden_TE = outputs
         fed = None
-        if hidden_TE is not None and len(rows):
+        if self._follows(plan) and len(rows):
             batch = self._rows.batch_at(
                 rows_L,
                 kv_lens_L.long() - 1,
@@ -263,25 +264,31 @@ class ModelRunner:
                 input_ids_N=self._rows.fed_ids(rows_L, offsets),
             )
             fed = self._fed_anew(plan, batch, hidden_TE, None)
-        elif hidden_TE is not None:
+        elif self._follows(plan):
             fed = self._fed_padding(plan, hidden_TE)
         return _Forwarded(
             plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed=fed
         )
 
     def _fed_anew(
-        self, plan: StepPlan, batch: ForwardBatch, hidden_TE: Tensor, logit_index_L: Tensor | None
+        self,
+        plan: StepPlan,
+        batch: ForwardBatch,
+        hidden_TE: Tensor | None,
+        logit_index_L: Tensor | None,
     ) -> _Fed:
         """`batch`: built again of what a graph was fed."""
         if plan.peers is not None:
             batch.rank_tokens = plan.peers.num_tokens
         return _Fed(batch, hidden_TE, logit_index_L)
 
-    def _fed_padding(self, plan: StepPlan, hidden_TE: Tensor) -> _Fed:
+    def _fed_padding(self, plan: StepPlan, hidden_TE: Tensor | None) -> _Fed:
         """Of a rank without entries: the token it ran for the others."""
         rows_N = torch.tensor([self._rows.padding_row], device=self._rows.device)
         batch = self._rows.batch_at(rows_N, torch.zeros_like(rows_N), 1)
-        return self._fed_anew(plan, batch, hidden_TE.new_zeros(1, hidden_TE.shape[1]), None)
+        if hidden_TE is not None:
+            hidden_TE = hidden_TE.new_zeros(1, hidden_TE.shape[1])
+        return self._fed_anew(plan, batch, hidden_TE, None)
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
         graphs, mixed = self._graphs, self._mixed_graphs
@@ -304,7 +311,10 @@ class ModelRunner:
         return self._decode(plan, inputs)  # every token is a decode of its own
 
     def _decode(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
-        logits_LV = self._cpu_graphs.logits(inputs.batch) if self._cpu_graphs is not None else None
+        is_followed = self._follows(plan)
+        logits_LV = None
+        if self._cpu_graphs is not None and not (is_followed and self._reads_hidden):
+            logits_LV = self._cpu_graphs.run(inputs.batch)
         if logits_LV is None:
             return self._run(plan, inputs)
         return _Forwarded(
@@ -316,7 +326,14 @@ class ModelRunner:
             None,
             RanAs.CPU_GRAPH,
             inputs.drafted,
+            fed=_Fed(inputs.batch, None, inputs.logit_index_L) if is_followed else None,
         )
+
+    def _rests(self, plan: StepPlan) -> bool:
+        return self._has_follower and not plan.is_followed
+
+    def _follows(self, plan: StepPlan) -> bool:
+        return self._has_follower and plan.is_followed
 
     def _padding(self, plan: StepPlan) -> _Forwarded:
         """A step of other ranks, whose layers need this one, too."""
@@ -330,7 +347,7 @@ class ModelRunner:
             inputs.batch.rank_tokens = plan.peers.num_tokens
         hidden_TD, hidden_TE = self._hidden(inputs.batch)
         scores = pooled = fed = None
-        if hidden_TE is not None:
+        if self._follows(plan):
             fed = _Fed(inputs.batch, hidden_TE, inputs.logit_index_L)
         if self._mesh.is_last_stage:
             scores = self._scorer.score(plan, hidden_TD)
@@ -354,7 +371,7 @@ class ModelRunner:
 
     def _hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """Of every token, for logits; and what the drafter reads of the step."""
-        return self._model.captured(batch) if self._is_followed else (self._model(batch), None)
+        return self._model.captured(batch) if self._reads_hidden else (self._model(batch), None)
 
     @torch.inference_mode()
     def sample(self, step_id: int, late: LateInputs) -> DeviceStep:
@@ -369,11 +386,11 @@ class ModelRunner:
                 )
                 drawn_2L, logprobs = sampled.drawn_2L, sampled.logprobs
             token_ids_L = broadcast(drawn_2L[0], self._mesh.role("vocab"))
-            if step.drafted is None and self._drafter is None:
+            if step.drafted is None and (self._drafter is None or self._rests(step.plan)):
                 self._rows.accept(step.rows_L, token_ids_L)
             else:
                 num_accepted_N, drafts_NK = self._accept(step, token_ids_L)
-        elif self._drafter is not None and self._is_followed:
+        elif self._drafter is not None and self._follows(step.plan):
             self._drafter.draft(self._idle_inputs(step))
         return DeviceStep(
             step.plan,

@@ -21,7 +21,7 @@ from penstock.types.step import RowJoin
 
 
 class NGramDrafter:
-    follows_steps = False
+    follows_steps = reads_hidden = False
 
     def __init__(
         self, max_rows: int, max_seq_len: int, drafting: NGramDrafting, device: torch.device
@@ -36,6 +36,9 @@ class NGramDrafter:
         self, pool: GraphPool, sizes: tuple[int, ...], may_pad: bool, max_kv_len: int
     ) -> None:
         """Nothing: it is one kernel."""
+
+    def use_cpu_graphs(self, max_kv_len: int) -> None:
+        """Nothing either."""
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         for join in joins:

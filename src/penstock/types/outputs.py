@@ -107,6 +107,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     pooled: bytes = b""  # for `EmbeddingOutput`
     beam_score: float | None = None  # log-probability / length ** length_penalty
+    avg_decoded_tokens_per_iter: float = 1.0  # by speculation more than one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,7 @@ class StepPlan:
     num_decodes: int
     needs_late_inputs: bool  # sample() must wait until every earlier step has been committed
     max_drafts: int | None = None  # tokens to draft behind each row, at most; None: as many as fit
+    is_followed: bool = True  # who drafts keeps up with what is fed, whether or not it drafts
     peers: PeerLoads | None = None  # where this is one rank's part of a plan
     # Of the decodes: what they feed, where the rank that has the rows does not sample for them.
     last_tokens: Int32s | None = None

@@ -2,30 +2,40 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+Float64s = NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """Seconds of a step by its number of decodes, which ascend, one at least.
 
-    `plain`: nothing is drafted. `drafting`: tokens are drafted behind it, none is fed. `full`: each
-    decode feeds `max_drafts` of them, too.
+    `plain`: the drafter rests. `following`: it keeps up with the text and drafts nothing.
+    `drafting`: it drafts `max_drafts` tokens behind each decode, none is fed. `full`: each decode
+    feeds as many, too.
     """
 
     max_drafts: int
     decodes: tuple[int, ...]
     plain: tuple[float, ...]
+    following: tuple[float, ...]
     drafting: tuple[float, ...]
     full: tuple[float, ...]
 
-    def seconds(self, num_decodes: int, num_drafts: int) -> float:
-        """Of a step whose decodes feed `num_drafts` each and are drafted as many for the next."""
-        if num_drafts == 0:
-            return self._at(self.plain, num_decodes)
-        share = num_drafts / self.max_drafts
-        plain, drafting, full = (
-            self._at(column, num_decodes) for column in (self.plain, self.drafting, self.full)
+    def plain_seconds(self, num_decodes: int) -> float:
+        return self._at(self.plain, num_decodes)
+
+    def seconds(self, num_decodes: int, num_passes: int, num_fed: NDArray[np.int64]) -> Float64s:
+        """Of steps whose decodes feed so many drafts in all, and are drafted `num_passes` each for
+        the next."""
+        following, drafting, full = (
+            self._at(column, num_decodes) for column in (self.following, self.drafting, self.full)
         )
-        return plain + share * (drafting - plain) + share * (full - drafting)
+        per_pass = (drafting - following) / self.max_drafts
+        per_fed = (full - drafting) / (num_decodes * self.max_drafts)
+        return num_fed * np.float64(per_fed) + (following + num_passes * per_pass)
 
     def _at(self, column: tuple[float, ...], num_decodes: int) -> float:
         """Between two numbers of decodes and behind the last along a line."""

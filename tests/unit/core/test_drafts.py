@@ -1,11 +1,13 @@
 """How many tokens are drafted: never more than pays by what steps cost and what was accepted."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.drafts import DraftsPerDecode
+from penstock.core.drafts import _PRIOR, DraftLengths
 from penstock.runtime.profile_steps import decodes_of
 from penstock.types.step import StepResult
 from penstock.types.step_costs import StepCosts
@@ -16,13 +18,34 @@ COSTS = StepCosts(
     max_drafts=MOST,
     decodes=(1, 16, 256),
     plain=(1.0, 1.1, 2.0),
+    following=(1.02, 1.15, 2.1),
     drafting=(1.05, 1.2, 2.3),
     full=(1.1, 1.6, 8.2),
 )
+ROWS = 512
 
 
-def ended(num_decodes: int, num_drafts: int, num_right: list[int]):
+@dataclass
+class Decode:
+    """What `DraftLengths` reads of a sequence."""
+
+    row: int
+    id: int = 0
+    epoch: int = 0
+    dp_rank: int = 0
+
+
+def decodes(num: int, id: int = 0) -> list[Decode]:
+    return [Decode(row, id) for row in range(num)]
+
+
+def lengths_of(costs=COSTS, max_decodes=np.inf) -> DraftLengths:
+    return DraftLengths(MOST, max_decodes, costs, ROWS, 1)
+
+
+def ended(num_decodes: int, num_drafts: int, num_right: list[int], is_followed=True):
     plan = decodes_of(np.arange(num_decodes, dtype=np.int32), 1 + num_drafts, MOST, 64)
+    plan = replace(plan, is_followed=is_followed)
     accepted = 1 + np.array(num_right, np.int32)
     none = np.zeros((num_decodes, 1 + num_drafts), np.int32)
     result = StepResult(
@@ -32,60 +55,93 @@ def ended(num_decodes: int, num_drafts: int, num_right: list[int]):
 
 
 def test_a_lone_decode_drafts_all_it_can_and_a_large_batch_nothing():
-    lengths = DraftsPerDecode(MOST, np.inf, COSTS)
-    assert lengths.most(1) == MOST
-    assert lengths.most(256) == 0
+    lengths = lengths_of()
+    assert lengths.of(decodes(1)) == ([MOST], MOST, True)
+    assert lengths.of(decodes(256)).most == 0
 
 
 def test_without_costs_the_length_is_fixed_up_to_max_concurrency():
-    lengths = DraftsPerDecode(MOST, 4, None)
+    lengths = lengths_of(None, 4)
     for _ in range(50):
         lengths.observe(*ended(4, MOST, [0] * 4))
-    assert lengths.most(4) == MOST and lengths.most(5) == 0
+    assert lengths.of(decodes(4)) == ([MOST] * 4, MOST, True)
+    assert lengths.of(decodes(5)) == ([0] * 5, 0, True)
 
 
-def test_wrong_drafts_end_drafting_but_for_probes_and_right_ones_bring_it_back():
-    lengths = DraftsPerDecode(MOST, np.inf, COSTS)
+def test_where_drafts_are_wrong_the_drafter_rests_but_for_probes_and_right_ones_bring_it_back():
+    lengths = lengths_of()
     for _ in range(100):
         lengths.observe(*ended(8, MOST, [0] * 8))
-    seen = [lengths.most(8) for _ in range(256)]
-    assert set(seen) == {0, 1} and sum(seen) == 6
+    seen = [lengths.of(decodes(8)) for _ in range(256)]
+    assert {one.most for one in seen} == {0, 1} and 3 <= sum(one.most for one in seen) <= 9
+    assert sum(one.is_followed for one in seen) < 40
     for _ in range(100):
         lengths.observe(*ended(8, 1, [1] * 8))
-    assert lengths.most(8) >= 1
+    assert lengths.of(decodes(8)).most >= 1
+
+
+def test_only_sequences_that_the_drafter_has_followed_try_drafts():
+    lengths = lengths_of()
+    for _ in range(100):
+        lengths.observe(*ended(8, MOST, [0] * 8))
+    lengths.of(decodes(8))
+    lengths.observe(*ended(8, 0, [0] * 8, is_followed=False))
+    assert all(lengths.of(decodes(8)).most == 0 for _ in range(300))
+    one_is_new = [*decodes(7), Decode(row=7, id=1)]
+    assert lengths.of(one_is_new) == ([0] * 7 + [1], 1, True)
 
 
 def test_only_the_places_that_are_right_are_drafted():
-    lengths = DraftsPerDecode(MOST, np.inf, COSTS)
+    lengths = lengths_of()
     for _ in range(100):
         lengths.observe(*ended(16, MOST, [1] * 16))
-    assert lengths.most(16) == 1
+    assert lengths.of(decodes(16)) == ([1] * 16, 1, True)
+
+
+def test_each_sequence_has_a_length_of_its_own_and_a_new_one_begins_with_what_all_have():
+    lengths = lengths_of()
+    for _ in range(100):
+        lengths.of(decodes(16))
+        lengths.observe(*ended(16, MOST, [MOST, 0] * 8))
+    each = lengths.of(decodes(16)).each
+    assert each == [MOST, 0] * 8
+    others = [Decode(row, id=1) for row in range(16)]
+    assert len(set(lengths.of(others).each)) == 1
 
 
 @given(
     rights=st.lists(st.lists(st.integers(0, MOST), min_size=4, max_size=4), max_size=30),
-    steps=st.lists(st.floats(0.1, 10.0), min_size=9, max_size=9),
-    num_decodes=st.integers(1, 2000),
+    steps=st.lists(st.floats(0.1, 10.0), min_size=12, max_size=12),
+    num_decodes=st.integers(1, ROWS),
 )
 def test_what_is_chosen_is_expected_to_be_no_slower(rights, steps, num_decodes):
-    plain, drafting, full = steps[:3], steps[3:6], steps[6:]
+    plain, following, drafting, full = np.sort(np.reshape(steps, (4, 3)), axis=0).tolist()
     costs = StepCosts(
-        max_drafts=MOST, decodes=(1, 16, 256), plain=tuple(plain), drafting=tuple(drafting),
-        full=tuple(full),
+        max_drafts=MOST, decodes=(1, 16, 256), plain=tuple(plain), following=tuple(following),
+        drafting=tuple(drafting), full=tuple(full),
     )  # fmt: skip
-    lengths = DraftsPerDecode(MOST, np.inf, costs)
+    lengths = lengths_of(costs)
+    lengths.of(decodes(num_decodes))
     for right in rights:
         lengths.observe(*ended(4, MOST, right))
-    chosen = lengths.most(num_decodes)
-    num_tokens = 1 + sum(np.prod(lengths._right[:k]) for k in range(1, chosen + 1))
-    rate = num_tokens / costs.seconds(num_decodes, chosen)
-    assert rate >= 1 / costs.seconds(num_decodes, 0) - 1e-9
+    each = np.array(lengths.of([*decodes(num_decodes - 1), Decode(num_decodes - 1, 1)]).each)
+    own_NK = lengths._own_right_RK[:num_decodes] + _PRIOR * lengths._right_K
+    kept_NK = (own_NK / (lengths._own_seen_RK[:num_decodes] + _PRIOR)).cumprod(1)
+    num_tokens = num_decodes + (kept_NK * (np.arange(MOST) < each[:, None])).sum()
+    plain_rate = num_decodes / costs.plain_seconds(num_decodes)
+    if most := int(each.max()):
+        fed = np.array([each.sum()])
+        assert num_tokens / costs.seconds(num_decodes, most, fed)[0] >= plain_rate - 1e-9
 
 
 def test_costs_lie_on_lines_between_what_was_measured():
-    assert COSTS.seconds(1, 0) == 1.0 and COSTS.seconds(16, MOST) == pytest.approx(1.6)
-    assert COSTS.seconds(136, 0) == pytest.approx(1.55)
-    assert COSTS.seconds(496, 0) == pytest.approx(2.9)
-    assert COSTS.seconds(1, 1) == pytest.approx(1.0 + 0.1 / 3)
-    one = StepCosts(max_drafts=1, decodes=(1,), plain=(1.0,), drafting=(1.5,), full=(2.0,))
-    assert one.seconds(64, 1) == 2.0
+    none, all_of_one = np.array([0]), np.array([MOST])
+    assert COSTS.plain_seconds(1) == 1.0
+    assert COSTS.seconds(16, MOST, 16 * all_of_one)[0] == pytest.approx(1.6)
+    assert COSTS.plain_seconds(136) == pytest.approx(1.55)
+    assert COSTS.plain_seconds(496) == pytest.approx(2.9)
+    assert COSTS.seconds(1, 1, none)[0] == pytest.approx(1.02 + 0.03 / 3)
+    one = StepCosts(
+        max_drafts=1, decodes=(1,), plain=(1.0,), following=(1.1,), drafting=(1.5,), full=(2.0,)
+    )
+    assert one.seconds(64, 1, np.array([64]))[0] == 2.0
