@@ -1,4 +1,4 @@
-"""`DraftLengths`: how many drafted tokens each decode of a step feeds, so that drafting gains time.
+"""`DraftsPerDecode`: how many drafted tokens each decode of a step feeds, so that drafting gains time.
 
 A decode that feeds k drafts gives 1 + s1 + ... + sk tokens, where sj is how often the first j are
 right: of this sequence by what was seen of it lately, and of all where it has shown little. A step
@@ -35,7 +35,7 @@ class Lengths(NamedTuple):
     is_followed: bool  # the drafter keeps up
 
 
-class DraftLengths:
+class DraftsPerDecode:
     """`costs` None: always the most, in steps of up to `max_decodes`."""
 
     def __init__(

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from penstock.config.run import QueuePolicy, RunConfig
 from penstock.core.deltas import logprob_tuple, new_prompt_logprobs, report
-from penstock.core.drafts import DraftLengths, Lengths
+from penstock.core.drafts import DraftsPerDecode, Lengths
 from penstock.core.followers import Follower
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
@@ -41,20 +41,22 @@ class Scheduler:
         *,
         max_in_flight_per_sequence: int | None = None,
         chunk_limit: Callable[[int, int], int] | None = None,
-        draft_lengths: Callable[[Seq[Sequence]], Lengths] | None = None,
+        drafts_per_decode: Callable[[Seq[Sequence]], Lengths] | None = None,
     ) -> None:
         """`max_in_flight_per_sequence`: of decodes. `chunk_limit`: the most prompt tokens of a step
         that also decodes, by the sequences that wait for a first token and could have it, and by
-        those that decode. `draft_lengths`: the most drafts of each decode."""
+        those that decode. `drafts_per_decode`: the most drafts of each decode."""
         self._config = config
         self._kvs = tuple(kvs)
         self._placement = Placement(self._kvs, config.balance)
         self._counters = counters
         self._max_in_flight = max_in_flight_per_sequence or config.depth
         self._chunk_limit = chunk_limit or (lambda num_new, num_decodes: config.max_num_tokens)
-        self._draft_lengths = (
-            draft_lengths
-            or DraftLengths(config.max_drafts, math.inf, None, config.max_batch_size, len(kvs)).of
+        self._drafts_per_decode = (
+            drafts_per_decode
+            or DraftsPerDecode(
+                config.max_drafts, math.inf, None, config.max_batch_size, len(kvs)
+            ).of
         )
         self._gates: list[Gate] = []
         self._followers: list[Follower] = []
@@ -174,7 +176,7 @@ class Scheduler:
         spare = builder.budgets.copy()  # for drafts: what every decode's own token leaves
         for seq in ready:
             spare[seq.dp_rank] -= 1
-        lengths = self._draft_lengths(ready)
+        lengths = self._drafts_per_decode(ready)
         for seq, most in zip(ready, lengths.each, strict=True):  # but for those who leave meanwhile
             if seq.state is not State.RUNNING or not self._may_decode(seq):
                 continue

@@ -15,7 +15,7 @@ from penstock.config.resolve import resolve
 from penstock.config.run import RunConfig
 from penstock.config.schema import EngineConfig
 from penstock.core.chunk_limit import ChunkLimit
-from penstock.core.drafts import DraftLengths
+from penstock.core.drafts import DraftsPerDecode
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop, Executor
@@ -157,7 +157,7 @@ class Engine:
         chunk_limit = ChunkLimit(
             config.tokens_beside_decodes, config.max_num_tokens, config.tokens_in_bursts
         )
-        self.drafts = DraftLengths(
+        self.drafts = DraftsPerDecode(
             config.max_drafts,
             config.max_drafting_decodes,
             runner.costs,
@@ -171,7 +171,7 @@ class Engine:
             # What a decode feeds comes back from the last stage by way of the host.
             max_in_flight_per_sequence=1 if config.mesh.pp > 1 else None,
             chunk_limit=chunk_limit.of_step,
-            draft_lengths=self.drafts.of,
+            drafts_per_decode=self.drafts.of,
         )
         self.scheduler.add_gate(LeaderGate(self.scheduler.has_prefilled))
         self.grammars = Grammars(asked, self.spec)

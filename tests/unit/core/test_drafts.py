@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.drafts import _PRIOR, DraftLengths
+from penstock.core.drafts import _PRIOR, DraftsPerDecode
 from penstock.runtime.profile_steps import decodes_of
 from penstock.types.step import StepResult
 from penstock.types.step_costs import StepCosts
@@ -27,7 +27,7 @@ ROWS = 512
 
 @dataclass
 class Decode:
-    """What `DraftLengths` reads of a sequence."""
+    """What `DraftsPerDecode` reads of a sequence."""
 
     row: int
     id: int = 0
@@ -39,8 +39,8 @@ def decodes(num: int, id: int = 0) -> list[Decode]:
     return [Decode(row, id) for row in range(num)]
 
 
-def lengths_of(costs=COSTS, max_decodes=np.inf) -> DraftLengths:
-    return DraftLengths(MOST, max_decodes, costs, ROWS, 1)
+def lengths_of(costs=COSTS, max_decodes=np.inf) -> DraftsPerDecode:
+    return DraftsPerDecode(MOST, max_decodes, costs, ROWS, 1)
 
 
 def ended(num_decodes: int, num_drafts: int, num_right: list[int], is_followed=True):
