@@ -140,7 +140,7 @@ def check_hopper() -> int:
             found = torch.zeros_like(q)
             run(
                 qkv[:, : q.shape[1]], k, v, batch.rows_N, batch.query_starts_N1, batch.kv_lens_N,
-                batch.block_table_RM, found, params, first, batch.max_query_len, sinks_H=sinks,
+                batch.block_table_RM, found, params, first, sinks_H=sinks,
                 **options,
             )  # fmt: skip
             if found[:begin].any():

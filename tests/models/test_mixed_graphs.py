@@ -169,25 +169,32 @@ def test_an_engine_gives_the_same_tokens_with_mixed_steps_in_graphs(architecture
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
 def test_a_rank_that_is_asked_to_captures_mixes_in_place_of_prompts(
-    architecture, tmp_path, monkeypatch
+    architecture, tmp_path, monkeypatch, caplog
 ):
     """As on a GPU, but for the pool."""
     make_checkpoint(tmp_path, architecture)
     runner = make_runner(tmp_path)
     monkeypatch.setattr(capture, "GraphPool", Repeats)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 << 30, 100 << 30))
+    kept = [3 << 30]  # what torch has of steps before, until it is given back
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+
+    def mem_get_info() -> tuple[int, int]:
+        of_graphs = 0 if runner._mixed_graphs is None else 1 << 29
+        return (10 << 30) - sum(kept) - of_graphs, 100 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     config = run_config(
         max_batch_size=8, graph_batch_sizes=(1, 8), graph_token_sizes=(16,),
         graph_mixes=((8, 32),), graph_mixes_when_idle=((4, 16), (2, 8)),
     )  # fmt: skip
     model, rows, timeline = runner._model, runner._rows, Timeline()
-    capture_graphs(runner, rows, model, config, 64, 0, timeline)
+    with caplog.at_level("INFO"):
+        capture_graphs(runner, rows, model, config, 64, 1 << 30, timeline)
+    assert "graphs took 0.50 GiB, 1.00 GiB were planned" in caplog.text
     assert timeline.phases[-1][0] == "capture 4 graphs"
     graphs = runner._mixed_graphs
     assert list(graphs._captured) == [StepShape(0, 16), StepShape(8, 32)]
-    for _ in range(4):
-        runner.when_idle()
+    assert [runner.when_idle() for _ in range(4)] == [True, False, False, False]
     assert list(graphs._captured) == [
         StepShape(2, 8), StepShape(0, 16), StepShape(4, 16), StepShape(8, 32)
     ]  # fmt: skip

@@ -189,7 +189,7 @@ def compile_hopper_prefill(device: torch.device) -> None:
         assert hopper_prefill.fits(q, k), case
         hopper_prefill.prefill(
             q, k, v, batch.rows_N, batch.query_starts_N1, batch.kv_lens_N, batch.block_table_RM,
-            torch.empty_like(q), params, 0, batch.max_query_len, sinks,
+            torch.empty_like(q), params, 0, sinks,
         )  # fmt: skip
 
 

@@ -99,11 +99,11 @@ def test_it_is_given_what_the_other_kernel_would_be(
     args = make_attention(replace(CASE, sinks=True), torch.float32, device)
     out = get_backend("triton").attend(*args.unpack())
     batch = args.batch
-    ((*tensors, params, first_entry, max_query_len, sinks),) = given
+    ((*tensors, params, first_entry, sinks),) = given
     asked = [args.q_THD, args.k_cache_BKSD, args.v_cache_BKSD, batch.rows_N]
     asked += [batch.query_starts_N1, batch.kv_lens_N, batch.block_table_RM, out]
     assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in asked]
-    assert (params, first_entry, max_query_len) == (args.params, 0, batch.max_query_len)
+    assert (params, first_entry) == (args.params, 0)
     assert sinks is args.sinks_H
 
 
@@ -116,7 +116,7 @@ def test_a_given_configuration_is_one_of_the_other_kernel(
     batch, out = args.batch, torch.full_like(args.q_THD, torch.nan)
     triton_prefill.prefill(
         args.q_THD, args.k_cache_BKSD, args.v_cache_BKSD, batch.rows_N, batch.query_starts_N1,
-        batch.kv_lens_N, batch.block_table_RM, out, args.params, 0, batch.max_query_len,
+        batch.kv_lens_N, batch.block_table_RM, out, args.params, 0,
         triton_prefill.PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2),
     )  # fmt: skip
     assert out.isfinite().all()

@@ -28,8 +28,9 @@ class SchedulerConfig(StrictModel):
         "Most prompt tokens in a step that also decodes, so that streams do not stop for a long "
         "prompt; one without decodes has max_num_tokens. null: on a CPU as many as take about 0.6 "
         "s, by the measured time of steps, and 256 at least; on a GPU 512, for which there are "
-        "graphs, but max_num_tokens in a burst, while at least 8 sequences and an eighth of those "
-        "that decode wait for their first token, and without cuda_graph_config.enable_mixed.",
+        "graphs, but max_num_tokens without cuda_graph_config.enable_mixed, and in a burst 2048 "
+        "less the decodes: while at least 8 sequences, and a sixteenth of those that decode, wait "
+        "for their first token.",
         ge=1,
         le=1 << 20,
         status="beta",

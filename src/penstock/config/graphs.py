@@ -16,9 +16,9 @@ DEFAULT_NUM_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 
 # Of steps that mix decodes and prompt tokens: the axes of a grid. What is captured at start has a
 # place for every mix up to the largest of both; what is captured later wastes less.
-_MIXED_DECODES = (8, 32, 64, 128, 256, 512)
-_MIXED_TOKENS = (32, 64, 128, 256, 512)
-_IDLE_DECODES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_MIXED_DECODES = (8, 32, 64, 128, 256, 384, 512)
+_MIXED_TOKENS = (64, 128, 256, 512)
+_IDLE_DECODES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 _IDLE_TOKENS = (32, 64, 128, 192, 256, 384, 512)
 MIXED_TOKENS = _MIXED_TOKENS[-1]  # prompt tokens beside decodes that a graph has room for
 
@@ -56,7 +56,7 @@ class CudaGraphConfig(StrictModel):
     enable_mixed: bool = setting(
         True,
         "Capture steps that mix decodes and prompt tokens, too: up to 512 of each, 15 prompts; "
-        "about 29 graphs at start, about 48 more while the server is idle. Needs enable_padding; "
+        "about 28 graphs at start, about 63 more while the server is idle. Needs enable_padding; "
         "without that there are none.",
     )
 
@@ -98,12 +98,10 @@ class CudaGraphConfig(StrictModel):
         """What to capture at start and what later, each with the largest step first."""
         if not (self.enable_mixed and self.enable_padding):
             return (), ()
-        # Few prompt tokens beside hundreds of decodes may as well be twice as many.
         at_start = {
             (min(decodes, max_rows), min(tokens, max_num_tokens))
             for decodes in _MIXED_DECODES
             for tokens in _MIXED_TOKENS
-            if (decodes, tokens) != (_MIXED_DECODES[-1], _MIXED_TOKENS[0])
         }
         later = {
             (decodes, tokens)

@@ -3,8 +3,8 @@
 Every stream waits for the whole step, so a long prompt beside it is cut into chunks that take a
 bounded time. A fixed number of tokens, or as many as the measured time of steps allows.
 
-In a burst many wait for their first token and few have streams. Large chunks are what brings all of
-them to speed soonest, so the limit may be another one then.
+In a burst many wait for their first token and few have streams. Larger chunks bring all of them to
+speed soonest, so a step may have more tokens then, decodes included: each stream waits for them.
 """
 
 from penstock.types.step import StepPlan
@@ -20,25 +20,26 @@ _NEW_WEIGHT = 0.5  # of the newest step in the running mean
 
 
 # A burst: so many sequences without a token, and more than this share of those that decode.
-_BURST, _BURST_SHARE = 8, 0.125
+_BURST, _BURST_SHARE = 8, 1 / 16
 
 
 class ChunkLimit:
-    """`fixed` None: measured. `in_bursts` None: the same."""
+    """`fixed` None: measured. `in_bursts`: tokens of a step; None: prompts have no more than else."""
 
     def __init__(
         self, fixed: int | None, max_num_tokens: int, in_bursts: int | None = None
     ) -> None:
         self._is_measured = fixed is None
         self._most = max_num_tokens
-        self._in_bursts = in_bursts
+        self._in_bursts = in_bursts or 0
         self._token_s: float | None = None
         self.num_tokens = min(_LEAST if fixed is None else fixed, max_num_tokens)
 
     def of_step(self, num_new: int, num_decodes: int) -> int:
         """`num_new`: sequences that have no token yet and could have a row."""
-        is_burst = num_new >= _BURST and num_new > _BURST_SHARE * num_decodes
-        return self._in_bursts if is_burst and self._in_bursts is not None else self.num_tokens
+        if num_new < _BURST or num_new <= _BURST_SHARE * num_decodes:
+            return self.num_tokens
+        return max(self.num_tokens, self._in_bursts - num_decodes)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long. Its decodes' part counts for the prompt's: that errs to one side."""

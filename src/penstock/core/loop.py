@@ -63,9 +63,10 @@ class EngineLoop:
         clock: Callable[[], float],
         describe: Callable[[StepPlan, StepResult, float], IterationStats],
         late_inputs: Callable[[StepPlan], LateInputs] = lambda plan: LateInputs(),
-        when_idle: Callable[[], None] = lambda: None,
+        when_idle: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`when_idle`: a bit of work that can wait; a request that comes meanwhile waits for it."""
+        """`when_idle`: a bit of work that can wait, and whether there is more of it; a request that
+        comes meanwhile waits for this bit."""
         self._scheduler = scheduler
         self._executor = executor
         self._inbox = inbox
@@ -80,6 +81,7 @@ class EngineLoop:
         self._iterations: deque[IterationStats] = deque(maxlen=_MAX_ITERATIONS_KEPT)
         self._stats_due = clock()
         self._patience_ms = 0
+        self._is_idle = False  # nothing was left to do, and what comes has been waited for
         self._stop = False
 
     def stop(self) -> None:
@@ -92,8 +94,8 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Launch one step if there is room for it, else commit the oldest in flight."""
-        has_come, patience_ms = self._receive(self._patience_ms), self._patience_ms
-        self._patience_ms = 0
+        was_idle = not self._receive(self._patience_ms) and self._is_idle
+        self._patience_ms, self._is_idle = 0, False
         plan = self._scheduler.plan() if self._may_launch() else None
         self._publish(self._scheduler.take_refused())
         if plan is not None:
@@ -103,11 +105,11 @@ class EngineLoop:
         elif self._scheduler.has_work:  # nothing to do before a gate opens
             self._patience_ms = _GATE_WAIT_MS
         else:  # or before a message comes
-            self._patience_ms = _IDLE_WAIT_MS
             if self._iterations:
                 self._stats_due = self._clock()  # or an ended request would be told as running
-            if not has_come and patience_ms == _IDLE_WAIT_MS:
-                self._when_idle()
+            self._is_idle = True
+            has_more = was_idle and self._when_idle()
+            self._patience_ms = 0 if has_more else _IDLE_WAIT_MS
         self._report()
 
     def _receive(self, timeout_ms: int) -> bool:

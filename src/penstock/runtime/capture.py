@@ -28,7 +28,7 @@ def capture_graphs(
     num_graphs = len(config.graph_batch_sizes) + len(shapes_at_start(config))
     num_graphs *= len(rows.graph_kinds)
     with timeline.phase(f"capture {num_graphs} graphs"):
-        before, pool = torch.cuda.memory_reserved(), GraphPool()
+        before, pool = _taken_bytes(), GraphPool()
         mixed = mixed_graphs(runner, rows, model, config, max_kv_len, pool)
         mixed.capture()
         graphs = DecodeGraphs(
@@ -39,8 +39,16 @@ def capture_graphs(
         runner.use_graphs(graphs, mixed)
         if config.mesh.size == 1:  # ranks would have to capture at the same time
             runner.when_idle = IdleCapture(mixed).turn
-        taken = torch.cuda.memory_reserved() - before
+        taken = _taken_bytes() - before
     _log.info("graphs took %.2f GiB, %.2f GiB were planned", taken / 2**30, planned_bytes / 2**30)
+
+
+def _taken_bytes() -> int:
+    """Of the device, without what torch keeps of memory that was freed: what the steps before had,
+    which a capture gives back. With what is not torch's, as the nodes of graphs."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def mixed_graphs(
@@ -64,22 +72,23 @@ def mixed_graphs(
 
 
 class IdleCapture:
-    """One graph a turn, for as long as there is memory for more."""
+    """One graph a turn, for as long as there is memory for more; tells whether to go on."""
 
     def __init__(self, graphs: MixedGraphs) -> None:
         self._graphs = graphs
         self._is_done = False
 
-    def turn(self) -> None:
+    def turn(self) -> bool:
         if self._is_done:
-            return
+            return False
         free, _ = torch.cuda.mem_get_info()
         if free < _LEAST_FREE_BYTES:
             self._is_done = True
             _log.info("no more graphs are captured: %.2f GiB are free", free / 2**30)
-            return
+            return False
         try:
             self._is_done = not self._graphs.capture_next()
         except torch.OutOfMemoryError as error:
             self._is_done = True
             _log.warning("no more graphs are captured: %s", error)
+        return not self._is_done

@@ -159,7 +159,8 @@ class ModelRunner:
         self._cpu_graphs: DecodeCpuGraphs | None = None
         self._forwarded: dict[int, _Forwarded] = {}
         self._device_bytes = (0.0, 0)  # until when the number counts as new, and the number
-        self.when_idle: Callable[[], None] = lambda: None  # a bit of work that can wait
+        # A bit of work that can wait, and whether there is more.
+        self.when_idle: Callable[[], bool] = lambda: False
         self.costs: StepCosts | None = None  # where it was measured what drafts cost
 
     def use_graphs(self, graphs: DecodeGraphs, mixed_graphs: MixedGraphs) -> None:

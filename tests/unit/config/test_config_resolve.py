@@ -602,8 +602,8 @@ def test_states_on_a_cpu_stay_modest():
 
 def test_mixes_are_captured_on_a_gpu():
     config = run(GPU)
-    assert config.graph_mixes[0] == (512, 512) and len(config.graph_mixes) == 29
-    assert len(config.graph_mixes_when_idle) == 48
+    assert config.graph_mixes[0] == (512, 512) and len(config.graph_mixes) == 28
+    assert len(config.graph_mixes_when_idle) == 63
     for other in (
         run(CPU),
         run(GPU, cuda_graph_config={"enable_mixed": False}),
@@ -614,7 +614,8 @@ def test_mixes_are_captured_on_a_gpu():
 
 def test_prompt_tokens_beside_decodes():
     assert run(GPU).tokens_beside_decodes == 512
-    assert run(GPU).tokens_in_bursts == run(GPU).max_num_tokens
+    assert run(GPU).tokens_in_bursts == 2048
+    assert run(GPU, max_num_tokens=1024).tokens_in_bursts == 1024
     without = run(GPU, cuda_graph_config={"enable_mixed": False})
     assert without.tokens_beside_decodes == without.max_num_tokens
     assert run(CPU).tokens_beside_decodes is None

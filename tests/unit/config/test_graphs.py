@@ -74,7 +74,7 @@ def smallest(mixes: Iterable[tuple[int, int]], decodes: int, tokens: int) -> int
 @given(decodes=st.integers(1, 512), tokens=st.integers(1, 512))
 def test_every_mix_of_512_decodes_and_512_prompt_tokens_has_a_graph(decodes, tokens):
     at_start, when_idle = CudaGraphConfig(enable_mixed=True).mixes(2048, 8192)
-    assert smallest(at_start, decodes, tokens) <= 2 * (decodes + tokens) + 64
+    assert smallest(at_start, decodes, tokens) <= 2 * (decodes + tokens) + 70
     assert smallest(at_start + when_idle, decodes, tokens) <= 1.5 * (decodes + tokens) + 40
 
 
@@ -92,7 +92,7 @@ def test_within_any_limits_every_mix_has_a_graph(max_rows, max_num_tokens, data)
 
 def test_mixes_are_few_at_start_and_none_without_padding():
     at_start, when_idle = CudaGraphConfig().mixes(2048, 8192)
-    assert len(at_start) == 29 and len(when_idle) == 48
+    assert len(at_start) == 28 and len(when_idle) == 63
     for without in ({"enable_mixed": False}, {"enable_padding": False}):
         assert CudaGraphConfig(**without).mixes(2048, 8192) == ((), ())
 

@@ -40,10 +40,11 @@ def test_steps_that_tell_nothing_are_not_measured():
     assert limit.num_tokens == before
 
 
-def test_in_a_burst_prompts_may_take_more():
-    limit = ChunkLimit(512, 8192, in_bursts=8192)
-    assert limit.of_step(num_new=8, num_decodes=0) == limit.of_step(8, 63) == 8192
-    assert limit.of_step(7, 0) == limit.of_step(8, 64) == limit.of_step(0, 0) == 512
+def test_in_a_burst_a_step_has_more_tokens_decodes_included():
+    limit = ChunkLimit(512, 8192, in_bursts=2048)
+    assert limit.of_step(num_new=8, num_decodes=0) == 2048 and limit.of_step(8, 127) == 1921
+    assert limit.of_step(7, 0) == limit.of_step(8, 128) == limit.of_step(0, 0) == 512
+    assert limit.of_step(500, 1800) == 512  # never fewer than without a burst
     assert ChunkLimit(512, 8192).of_step(100, 1) == 512
 
 

@@ -229,7 +229,7 @@ def test_results_of_a_life_before_the_preemption_are_dropped_even_when_it_runs_a
 def test_work_that_can_wait_is_done_when_nothing_came_for_a_while_and_once_a_wait():
     engine = Engine()
     done = []
-    engine.loop._when_idle = lambda: done.append(engine.scheduler.has_work)
+    engine.loop._when_idle = lambda: bool(done.append(engine.scheduler.has_work))
     for _ in range(3):
         engine.loop.turn()
     assert done == [False, False]  # not in the first turn, which has not waited yet
@@ -239,3 +239,22 @@ def test_work_that_can_wait_is_done_when_nothing_came_for_a_while_and_once_a_wai
     engine.loop.turn()
     engine.loop.turn()
     assert done == [False] * 3
+
+
+def test_work_that_can_wait_goes_on_at_once_until_something_comes():
+    engine, waits = Engine(), []
+    receive = engine.receive
+    engine.receive = lambda timeout_ms: waits.append(timeout_ms) or receive(timeout_ms)
+    done = []
+    engine.loop._when_idle = lambda: len(done) < 5 and (done.append(None) or True)
+    for _ in range(4):
+        engine.loop.turn()
+    assert waits == [0, 100, 0, 0] and len(done) == 3
+    engine.submit(PROMPT)
+    engine.run_dry()
+    assert len(done) == 3
+    waits.clear()
+    for _ in range(5):
+        engine.loop.turn()
+    assert waits == [0, 100, 0, 0, 100] and len(done) == 5
+

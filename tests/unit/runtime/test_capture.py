@@ -29,11 +29,8 @@ def free(monkeypatch):
 def test_a_turn_captures_one_graph_until_none_is_left(free):
     graphs = Graphs(3)
     idle = IdleCapture(graphs)
-    seen = []
-    for _ in range(5):
-        idle.turn()
-        seen.append(graphs.num_captured)
-    assert seen == [1, 2, 3, 3, 3]
+    seen = [(idle.turn(), graphs.num_captured) for _ in range(5)]
+    assert seen == [(True, 1), (True, 2), (False, 3), (False, 3), (False, 3)]
 
 
 def test_where_memory_is_short_no_more_are_captured(free):

@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.triton_decode import LOG2_E
+from penstock.kernels.attention.triton_prefill import num_slots, tile_of
 from penstock.kernels.gluon_tools import copy, descriptor, view
 from penstock.kernels.pdl import launch_options
 
@@ -218,23 +219,23 @@ def _attend(
     gl.store(out_ptr + at[:, None] + cols[None, :], out, mask=(queries < num_queries)[:, None])
 
 
-@gluon.jit(do_not_specialize=["first_entry"])
+@gluon.jit(do_not_specialize=["first_entry", "end_entry"])
 def _prefill(
     q_ptr, k_desc, v_desc, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
-    first_entry, scale_log2, v_scale, window, stride_qt, stride_table, rows_per_block,
+    first_entry, end_entry, scale_log2, v_scale, window, stride_qt, stride_table, rows_per_block,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Program (i, k, n): the i-th last tile of rows of entry first_entry + n, for kv head k."""
+    """Program (i, k): the i-th last slot (`triton_prefill.tile_of`), for kv head k."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     kv_head = gl.program_id(1)
-    entry = first_entry + gl.program_id(2)
+    slot = gl.num_programs(0) - 1 - gl.program_id(0)
+    entry, tile = tile_of(slot, starts_ptr, first_entry, end_entry, G, _ROWS)
     start = gl.load(starts_ptr + entry)
     num_queries = gl.load(starts_ptr + entry + 1) - start
-    tile = (num_queries * G + _ROWS - 1) // _ROWS - 1 - gl.program_id(0)
-    if tile >= 0:
+    if tile * _ROWS < num_queries * G:
         kv_len = gl.load(kv_lens_ptr + entry)
         table_ptr += gl.load(rows_ptr + entry).to(gl.int64) * stride_table
         num_before = kv_len - num_queries
@@ -341,19 +342,19 @@ def prefill(
     out_THD: Tensor,
     params: AttentionParams,
     first_entry: int,
-    max_query_len: int,
     sinks_H: Tensor | None = None,
 ) -> None:
     """As `triton_prefill.prefill`, of what `fits`."""
     _, num_heads, head_size = q_THD.shape
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
     group = num_heads // num_kv_heads
-    num_tiles = triton.cdiv(max_query_len * group, _ROWS.value)
+    num_entries = len(rows_N)
+    slots = num_slots(len(q_THD) - first_entry, num_entries - first_entry, group, _ROWS.value)
     # H200: 1x8192 0.85 ms, with 64 keys in 3 stages 0.92; 8x1024 0.20 with either.
-    _prefill[num_tiles, num_kv_heads, len(rows_N) - first_entry](
+    _prefill[slots, num_kv_heads](
         q_THD, describe(k_cache_BKSD), describe(v_cache_BKSD), out_THD, rows_N, query_starts_N1,
         kv_lens_N, block_table_RM, kv_lens_N if sinks_H is None else sinks_H,
-        first_entry, params.scale * LOG2_E, params.v_scale, params.window or 0,
+        first_entry, num_entries, params.scale * LOG2_E, params.v_scale, params.window or 0,
         q_THD.stride(0), block_table_RM.stride(0), k_cache_BKSD.stride(0) // head_size,
         K=num_kv_heads, G=group, D=head_size, S=block_size, BN=128, STAGES=2,
         HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,

@@ -59,7 +59,6 @@ class TritonAttention:
             plain_THD,
             params,
             num_decodes,
-            batch.max_query_len,
             sinks_H=sinks_H,
             scales=scales,
         )

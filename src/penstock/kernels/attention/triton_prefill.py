@@ -112,27 +112,50 @@ def _attend(
     return m, total, acc
 
 
-@triton.jit(do_not_specialize=["first_entry"])
+@triton.jit
+def tile_of(slot, starts_ptr, first_entry, end_entry, G: tl.constexpr, ROWS: tl.constexpr):
+    """(entry, number of its tile of ROWS rows) of a slot: entry n's slots begin at its first row //
+    ROWS + n, rows and entries counted from `first_entry`. Each entry has a slot for each of its
+    tiles and at most one more, so a launch need not know how many tokens an entry has."""
+    first = tl.load(starts_ptr + first_entry)
+    low = first_entry
+    high = end_entry
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = (tl.load(starts_ptr + middle) - first) * G // ROWS + middle - first_entry
+        low = tl.where(begin <= slot, middle, low)
+        high = tl.where(begin <= slot, high, middle)
+    begin = (tl.load(starts_ptr + low) - first) * G // ROWS + low - first_entry
+    return low, slot - begin
+
+
+def num_slots(num_tokens: int, num_entries: int, group: int, rows: int) -> int:
+    """Of `tile_of`, for so many tokens of so many entries."""
+    return num_tokens * group // rows + num_entries
+
+
+@triton.jit(do_not_specialize=["first_entry", "end_entry"])
 def _prefill(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr,
     table_ptr, sinks_ptr,
-    first_entry, scale_log2, v_scale, window, stride_qt, stride_b, stride_s, stride_table,
+    first_entry, end_entry, scale_log2, v_scale, window, stride_qt, stride_b, stride_s,
+    stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, k, n): the i-th last tile of rows of entry first_entry + n, for kv head k.
+    """Program (i, k): the i-th last slot (`tile_of`), for kv head k.
 
     Row r is head r % G of query r // G. The last tiles see the most keys and start first.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
     kv_head = tl.program_id(1)
-    entry = first_entry + tl.program_id(2)
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    entry, tile = tile_of(slot, starts_ptr, first_entry, end_entry, G, ROWS)
     start = tl.load(starts_ptr + entry)
     num_queries = tl.load(starts_ptr + entry + 1) - start
-    tile = tl.cdiv(num_queries * G, ROWS) - 1 - tl.program_id(0)
-    if tile < 0:
+    if tile * ROWS >= num_queries * G:
         return
     kv_len = tl.load(kv_lens_ptr + entry)
     table_ptr += tl.load(rows_ptr + entry).to(tl.int64) * stride_table
@@ -194,12 +217,12 @@ def prefill(
     out_THD: Tensor,
     params: AttentionParams,
     first_entry: int,
-    max_query_len: int,
     config: PrefillConfig | None = None,
     sinks_H: Tensor | None = None,
     scales: CacheScales | None = None,
 ) -> None:
-    """Attention of the entries from `first_entry` on, each over all its cached tokens.
+    """Attention of the entries from `first_entry` on, each over all its cached tokens. Every entry
+    before has one token at least.
 
     `config` is of this module's kernel; without it the Hopper one may be used.
     """
@@ -212,7 +235,7 @@ def prefill(
         try:
             hopper.prefill(
                 q_THD, k_cache_BKSD, v_cache_BKSD, rows_N, query_starts_N1, kv_lens_N,
-                block_table_RM, out_THD, params, first_entry, max_query_len, sinks_H,
+                block_table_RM, out_THD, params, first_entry, sinks_H,
             )  # fmt: skip
             return
         except Exception as error:  # of a lost device: the launch below meets it again
@@ -222,12 +245,13 @@ def prefill(
     )
     k_scales_BKS, v_scales_BKS = scales or (None, None)
     group = num_heads // num_kv_heads
-    grid = (triton.cdiv(max_query_len * group, c.rows), num_kv_heads, len(rows_N) - first_entry)
-    _prefill[grid](
+    num_entries = len(rows_N)
+    slots = num_slots(len(q_THD) - first_entry, num_entries - first_entry, group, c.rows)
+    _prefill[slots, num_kv_heads](
         q_THD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_THD, rows_N,
         query_starts_N1, kv_lens_N, block_table_RM,
         kv_lens_N if sinks_H is None else sinks_H,  # not read without sinks
-        first_entry, params.scale * LOG2_E, params.v_scale, params.window or 0, q_THD.stride(0),
+        first_entry, num_entries, params.scale * LOG2_E, params.v_scale, params.window or 0, q_THD.stride(0),
         k_cache_BKSD.stride(0), 0 if k_scales_BKS is None else k_scales_BKS.stride(0),
         block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size,
