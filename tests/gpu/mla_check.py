@@ -117,9 +117,7 @@ def check_pieces() -> None:
     def run(piece_tokens: int) -> Tensor:
         plan = plan_prefill(batch, BLOCK, piece_tokens)
         kv_TA = cached(cache_BSA, batch.slots_T[1:], torch.bfloat16)
-        return prefill(
-            q_THD, q_THR, kv_TA, weight_HEC, cache_BSA, plan, VALUE, SCALE, batch.max_query_len
-        )
+        return prefill(q_THD, q_THR, kv_TA, weight_HEC, cache_BSA, plan, VALUE, SCALE)
 
     run(4096)
     torch.cuda.synchronize()

@@ -297,8 +297,7 @@ def mla_attend_case(
         out = out if merges else out.to(dtype)
         lse = randn(num_tokens, heads, dtype=torch.float32, device=device) + 2
         starts, scale = (counts[:, 0].clone(), counts[:, 1].clone()), (size + rotary) ** -0.5
-        longest = max(num_queries for num_queries, _ in entries)
-        return q, q_rotated, kv, key, *starts, out, lse, scale, causal, merges, longest
+        return q, q_rotated, kv, key, *starts, out, lse, scale, causal, merges
 
     lens = "_".join(f"{queries}.{keys}" for queries, keys in entries)
     kind = "-causal" * causal + "-merges" * merges

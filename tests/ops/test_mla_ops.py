@@ -87,10 +87,7 @@ def filled(latents: Latents, piece_tokens: int) -> Tensor:
     plan = plan_prefill(batch, BLOCK, piece_tokens)
     assert all(len(piece.slots) <= piece_tokens for piece in plan.pieces)
     assert sum(len(piece.slots) for piece in plan.pieces) == sum(batch.cached_lens)
-    return prefill(
-        q_THD, q_THR, kv_TA, latents.weight_HEC, latents.cache_BSA, plan, VALUE, SCALE,
-        batch.max_query_len,
-    )  # fmt: skip
+    return prefill(q_THD, q_THR, kv_TA, latents.weight_HEC, latents.cache_BSA, plan, VALUE, SCALE)
 
 
 @pytest.mark.parametrize("piece_tokens", [7, 16, 50, 4096])
@@ -123,7 +120,7 @@ def test_tokens_of_entries_without_keys_are_left_alone() -> None:
         compute(
             q[:, :, :NOPE], q[:, :, NOPE:], torch.randn(4, HEADS, NOPE + VALUE),
             torch.randn(4, ROPE), starts, torch.tensor([0, 0, 4], dtype=torch.int32), out, lse,
-            SCALE, False, True, 3,
+            SCALE, False, True,
         )  # fmt: skip
         assert (out[:3] == 7.0).all() and (lse[:3] == 2.0).all()
         assert (out[3:] != 7.0).all()
@@ -161,10 +158,7 @@ def test_chunks_in_a_graph_attend_to_their_prefix_as_decodes_do(impl: str) -> No
     q_THD, q_THR = latents.q_THK.split((NOPE, ROPE), dim=2)
     kv_TA = cached(latents.cache_BSA, batch.slots_T, torch.float32)
     weights = latents.weight_HEC
-    own_THV = prefill(
-        q_THD, q_THR, kv_TA, weights, latents.cache_BSA, plan, VALUE, SCALE, batch.max_query_len,
-        attend,
-    )  # fmt: skip
+    own_THV = prefill(q_THD, q_THR, kv_TA, weights, latents.cache_BSA, plan, VALUE, SCALE, attend)
     keys_HDC, values_HVC = weights.split((NOPE, VALUE), dim=1)
     out_THC = decode(
         torch.einsum("thd,hdc->thc", q_THD, keys_HDC), q_THR, latents.cache_BSA,

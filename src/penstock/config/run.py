@@ -119,7 +119,7 @@ class RunConfig:
     graph_mixes: tuple[tuple[int, int], ...] = ()
     graph_mixes_when_idle: tuple[tuple[int, int], ...] = ()  # captured while nothing runs
     tokens_beside_decodes: int | None = None  # prompt tokens of a step; None: as time allows
-    # Of a step while many wait for a first token, decodes included; None: prompts have no more then.
+    # Of a step while many wait for a first token, decodes included; None: as without them.
     tokens_in_bursts: int | None = None
     state_interval: int = 2048  # tokens between snapshots of a recurrent state
     state_snapshot_share: float = 0.1  # of the cache's memory, for such snapshots

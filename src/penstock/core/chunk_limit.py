@@ -24,7 +24,7 @@ _BURST, _BURST_SHARE = 8, 1 / 16
 
 
 class ChunkLimit:
-    """`fixed` None: measured. `in_bursts`: tokens of a step; None: prompts have no more than else."""
+    """`fixed` None: measured. `in_bursts`: tokens of a whole step; None: the limit stays."""
 
     def __init__(
         self, fixed: int | None, max_num_tokens: int, in_bursts: int | None = None

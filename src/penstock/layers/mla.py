@@ -179,7 +179,6 @@ class LatentAttention(CachedLayer):
                 plan,
                 self.latent.value_size,
                 self.scale,
-                batch.max_query_len,
                 self.attend_op,
             )
             if (absorbed := plan.absorbed) is not None:

@@ -257,4 +257,3 @@ def test_work_that_can_wait_goes_on_at_once_until_something_comes():
     for _ in range(5):
         engine.loop.turn()
     assert waits == [0, 100, 0, 0, 100] and len(done) == 5
-

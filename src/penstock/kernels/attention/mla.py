@@ -109,7 +109,6 @@ def mla_attend(
     scale: float,
     is_causal: bool,
     merges: bool,
-    max_query_len: int,
 ) -> None:
     """Queries of entry n, [query_starts[n], query_starts[n + 1]), attend to its keys alike.
 
@@ -209,7 +208,6 @@ def mla_attend_torch(
     scale,
     is_causal,
     merges,
-    max_query_len,
 ):
     """One entry and some of its queries at a time."""
     size = q_THD.shape[2]
@@ -349,7 +347,6 @@ def prefill(
     plan: PrefillPlan,
     value_size: int,
     scale: float,
-    max_query_len: int,
     attend_op: Callable[..., None] = mla_attend,
 ) -> Tensor:
     """out_THV of the tokens behind the decodes, which `kv_TA` says as `mla_write` does. Those that
@@ -368,7 +365,7 @@ def prefill(
         kv_LHE = F.linear(latent_LC, weight_HEC.flatten(0, 1)).unflatten(1, (num_heads, -1))
         attend_op(
             q_THD, q_THR, kv_LHE, key_LR, query_starts_N1, key_starts_N1, out_THV, lse_TH, scale,
-            is_own, not is_own, max_query_len,
+            is_own, not is_own,
         )  # fmt: skip
 
     attend(kv_TA, plan.query_starts_N1, plan.query_starts_N1, True)

@@ -25,6 +25,7 @@ from penstock.kernels.attention.triton_decode import (
     reduce_splits,
     span,
 )
+from penstock.kernels.attention.triton_prefill import num_slots, tile_of
 from penstock.kernels.device import shared_bytes
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -323,27 +324,30 @@ def _attend_keys(
     return m, total, acc
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_starts_ptr", "key_starts_ptr"])
+@triton.jit(
+    do_not_specialize=["num_entries"],
+    do_not_specialize_on_alignment=["query_starts_ptr", "key_starts_ptr"],
+)
 def _mla_attend(
     q_ptr, q_rot_ptr, kv_ptr, rot_ptr, query_starts_ptr, key_starts_ptr, out_ptr, lse_ptr,
-    scale_log2, stride_qt, stride_qh, stride_rt, stride_rh, stride_l, stride_r, ln_2,
+    num_entries, scale_log2, stride_qt, stride_qh, stride_rt, stride_rh, stride_l, stride_r, ln_2,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, MERGES: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h, n): the i-th last tile of queries of entry n, for head h.
+    """Program (i, h): the i-th last slot (`triton_prefill.tile_of`), for head h.
 
     Every row sees the first key of its entry, so no maximum stays infinite.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
-    head, entry = tl.program_id(1), tl.program_id(2)
+    head, slot = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
+    entry, tile = tile_of(slot, query_starts_ptr, 0, num_entries, 1, ROWS)
     first_query = tl.load(query_starts_ptr + entry)
     num_queries = tl.load(query_starts_ptr + entry + 1) - first_query
     first_key = tl.load(key_starts_ptr + entry).to(tl.int64)
     num_keys = (tl.load(key_starts_ptr + entry + 1) - first_key).to(tl.int32)
-    tile = tl.cdiv(num_queries, ROWS) - 1 - tl.program_id(0)
-    if (tile < 0) | (num_keys == 0):
+    if (tile * ROWS >= num_queries) | (num_keys == 0):
         return
     places = tile * ROWS + tl.arange(0, ROWS)
     is_query = (places < num_queries)[:, None]
@@ -405,7 +409,6 @@ def mla_attend_triton(
     scale,
     is_causal,
     merges,
-    max_query_len,
 ):
     _, num_heads, size = q_THD.shape
     value_size, rotary = out_THV.shape[2], q_THR.shape[2]
@@ -413,11 +416,11 @@ def mla_attend_triton(
     assert kv_LHE.is_contiguous() and kv_LHE.shape[2] == size + value_size, kv_LHE.shape
     assert out_THV.is_contiguous() and lse_TH.is_contiguous() and kv_LHE.dtype == q_THD.dtype
     c = attend_config(q_THD.element_size())
-    grid = (triton.cdiv(max_query_len, c.rows), num_heads, len(query_starts_N1) - 1)
-    _mla_attend[grid](
+    num_entries = len(query_starts_N1) - 1
+    _mla_attend[num_slots(len(q_THD), num_entries, 1, c.rows), num_heads](
         q_THD, q_THR, kv_LHE, key_LR, query_starts_N1, key_starts_N1, out_THV, lse_TH,
-        scale * LOG2_E, q_THD.stride(0), q_THD.stride(1), q_THR.stride(0), q_THR.stride(1),
-        kv_LHE.stride(0), key_LR.stride(0), _LN_2,
+        num_entries, scale * LOG2_E, q_THD.stride(0), q_THD.stride(1), q_THR.stride(0),
+        q_THR.stride(1), kv_LHE.stride(0), key_LR.stride(0), _LN_2,
         H=num_heads, D=size, R=rotary, V=value_size,
         BLOCK_D=max(16, triton.next_power_of_2(size)),
         BLOCK_R=max(16, triton.next_power_of_2(rotary)),

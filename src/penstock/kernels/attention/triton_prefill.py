@@ -251,9 +251,9 @@ def prefill(
         q_THD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_THD, rows_N,
         query_starts_N1, kv_lens_N, block_table_RM,
         kv_lens_N if sinks_H is None else sinks_H,  # not read without sinks
-        first_entry, num_entries, params.scale * LOG2_E, params.v_scale, params.window or 0, q_THD.stride(0),
-        k_cache_BKSD.stride(0), 0 if k_scales_BKS is None else k_scales_BKS.stride(0),
-        block_table_RM.stride(0),
+        first_entry, num_entries, params.scale * LOG2_E, params.v_scale, params.window or 0,
+        q_THD.stride(0), k_cache_BKSD.stride(0),
+        0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size,
         BLOCK_D=triton.next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
         HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,
