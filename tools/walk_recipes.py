@@ -1,7 +1,9 @@
 """Walks the published recipes line by line on this machine's CPU and says what became of each.
 
     python tools/walk_recipes.py RECIPE... [--only NAME] [--list] [--markdown] [--json]
+        [--lm_eval PYTHON] [--gpt_oss PYTHON]
 
+PYTHON: one that has the package (gpt-oss wants 3.12); with local data its lines run, too.
 RECIPE: the files. A small trained model stands in for each model (of the same architecture for
 DeepSeek, gpt-oss, Qwen3-Next and Qwen1.5-MoE, else the built-in Llama), one rank for several GPUs,
 a free port for 8000. Every line gets a verdict:
@@ -33,11 +35,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipe_evals import TINY, write_gpt_oss, write_gsm8k
 from recipe_lines import Command, commands, named_files
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S, COMMAND_TIMEOUT_S = 90, 180
 RAN, DIFFERS, NEEDS, NOT_THERE, FAILED = "ran", "differs", "needs", "not there", "failed"
+PACKAGES = ("lm_eval", "gpt_oss")
 _SIBLINGS = ROOT / "tests" / "siblings"
 # How the name of a model begins -> what stands in for it.
 STAND_INS = {
@@ -76,10 +80,11 @@ def stand_in(model: str) -> str:
 
 
 class Walk:
-    """One recipe: its working folder, its shell variables and the server that runs."""
+    """One recipe: its working folder, its shell variables and the server that runs. `pythons` have
+    a package each."""
 
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.path, self.folder = path, folder
+    def __init__(self, path: Path, folder: Path, pythons: dict[str, str]) -> None:
+        self.path, self.folder, self._pythons = path, folder, pythons
         self.port = _free_port()
         self._variables: dict[str, str] = {}
         self._extra_flags = ""  # a fragment that is to be added to bench.sh
@@ -122,6 +127,10 @@ class Walk:
             return missing
         if first == "trtllm-serve" or (first, second) == ("make", "serve"):
             return self._serve(text)
+        if first == "lm_eval":
+            return self._lm_eval(text)
+        if "gpt_oss.evals" in text:
+            return self._gpt_oss(text)
         if first == "./bench.sh":
             return self._own_bench()
         if (first, second) == ("make", "bench"):
@@ -149,11 +158,10 @@ class Walk:
             return NEEDS, "a container engine"
         if first == "pip":
             return NEEDS, "the network"
-        if first == "lm_eval":
-            is_here = importlib.util.find_spec("lm_eval") is not None
-            return NEEDS, "gsm8k from the network" if is_here else "lm_eval, and gsm8k by network"
-        if "gpt_oss.evals" in text:
-            return NEEDS, "the package gpt-oss, and its data from the network"
+        if first == "lm_eval" and "lm_eval" not in self._pythons:
+            return NEEDS, "the package lm_eval"
+        if "gpt_oss.evals" in text and "gpt_oss" not in self._pythons:
+            return NEEDS, "the package gpt-oss"
         return None
 
     def _mapped(self, text: str) -> str:
@@ -216,6 +224,37 @@ class Walk:
         if verdict == RAN and self._extra_flags and not is_saved:
             return FAILED, "no result file"
         return (DIFFERS, "2 levels of 20 tokens in, 3 out") if verdict == RAN else (verdict, note)
+
+    def _lm_eval(self, text: str) -> tuple[str, str]:
+        """Its GSM8K with local problems, and the tokenizer of what stands in for the model."""
+        python, folder = self._pythons["lm_eval"], self.folder / "tasks"
+        find = "import lm_eval; print(lm_eval.__path__[0])"
+        found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True)
+        write_gsm8k(folder, Path(found.stdout.strip()) / "tasks" / "gsm8k" / "gsm8k.yaml")
+        model = self._variables.get("MODEL_PATH", "tiny")
+        mapped = self._mapped(text).replace("lm_eval ", f"{python} -m lm_eval ", 1)
+        mapped = mapped.replace("${MODEL_PATH}", str(TINY) if model == "tiny" else model)
+        verdict, note = self._run(f"{mapped} --include_path {folder}", "exact_match")
+        [*samples] = self.folder.rglob("samples_gsm8k_*.jsonl")
+        if verdict == RAN and not samples:
+            return FAILED, "no samples were written"
+        return (
+            (DIFFERS, "problems that are here, not GSM8K's") if verdict == RAN else (verdict, note)
+        )
+
+    def _gpt_oss(self, text: str) -> tuple[str, str]:
+        """96 requests: of six questions, each asked eight times with either effort."""
+        folder = self.folder / "evals"
+        write_gpt_oss(folder)
+        mapped = re.sub(r"\\\n", " ", text).replace("python ", f"{self._pythons['gpt_oss']} ", 1)
+        at = f"--base-url http://127.0.0.1:{self.port}/v1 --n-threads 8"
+        command = f"OPENAI_API_KEY=none PYTHONPATH={folder} {mapped} {at}"
+        verdict, note = self._run(command, "'eval_name': 'aime25'")
+        for path in Path(tempfile.gettempdir()).glob("*_gpt-oss-120b-*_temp1.0_*"):
+            path.unlink()
+        return (
+            (DIFFERS, "questions that are here, 8 threads") if verdict == RAN else (verdict, note)
+        )
 
     def _make_bench(self, text: str) -> tuple[str, str]:
         mapped = re.sub(r"HOST=\S+", "HOST=127.0.0.1", text)
@@ -286,9 +325,9 @@ def _free_port() -> int:
         return port
 
 
-def walk(path: Path) -> list[Outcome]:
+def walk(path: Path, pythons: dict[str, str]) -> list[Outcome]:
     folder = Path(tempfile.mkdtemp(prefix="walk-"))
-    one = Walk(path, folder)
+    one = Walk(path, folder, pythons)
     try:
         return [one.step(command) for command in commands(path)]
     finally:
@@ -304,7 +343,7 @@ def show(outcomes: Sequence[Outcome], is_markdown: bool) -> None:
         command = one.command if len(one.command) <= 70 else one.command[:67] + "..."
         if is_markdown:
             command = command.replace("|", "\\|")
-            print(f"| {one.line} | `{command}` | {one.verdict} | {one.note} |")
+            print(f"| {one.line} | `{command}` | {one.verdict} | {one.note}".rstrip() + " |")
         else:
             print(f"{place:<28} {one.verdict:<9} {command:<70}  {one.note}".rstrip())
 
@@ -316,7 +355,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the commands, run none")
     parser.add_argument("--markdown", action="store_true", help="print tables for a page")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    for package in PACKAGES:
+        parser.add_argument(f"--{package}", metavar="PYTHON", help=f"one that has {package}")
     args = parser.parse_args(argv)
+    pythons = {name: getattr(args, name) for name in PACKAGES if getattr(args, name)}
     paths = [path for path in args.recipes if path.name.startswith(args.only or "")]
     if not paths:
         parser.error(f"no recipe begins with '{args.only}'")
@@ -326,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     outcomes: list[Outcome] = []
     for path in paths:
-        outcomes += (found := walk(path))
+        outcomes += (found := walk(path, pythons))
         if not args.json:
             if args.markdown:
                 print(f"\n### {path.name}\n")

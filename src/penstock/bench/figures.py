@@ -79,6 +79,15 @@ class Figures:
     def total_token_throughput(self) -> float:
         return (self.total_input + self.total_output) / self.duration_s
 
+    @property
+    def output_throughput_first_to_last(self) -> float:
+        return self.total_output / self.first_to_last_s if self.first_to_last_s else 0.0
+
+    @property
+    def total_token_throughput_first_to_last(self) -> float:
+        num = self.total_input + self.total_output
+        return num / self.first_to_last_s if self.first_to_last_s else 0.0
+
 
 def figures_of(
     asks: Sequence[Ask],
@@ -169,15 +178,12 @@ def as_json(
         }
     for name in metrics:
         record |= spread_as_json(name, figures.spreads[name], percentiles)
-    span_s = figures.first_to_last_s
     return record | {
         "extra": {
             "failed": figures.num_failed,
             "mean_itl_per_token_ms": figures.itl_per_token_ms,
-            "output_throughput_first_to_last": figures.total_output / span_s if span_s else 0.0,
-            "total_token_throughput_first_to_last": (
-                (figures.total_input + figures.total_output) / span_s if span_s else 0.0
-            ),
+            "output_throughput_first_to_last": figures.output_throughput_first_to_last,
+            "total_token_throughput_first_to_last": figures.total_token_throughput_first_to_last,
             "client_cpu_share": figures.client_cpu_share,
             "client_lag_ms": figures.client_lag_ms,
             "warnings": list(figures.warnings),

@@ -17,6 +17,15 @@ def table(figures: Figures, metrics: Sequence[str], percentiles: Sequence[float]
     return "\n".join(_lines(figures, metrics, percentiles))
 
 
+def by_other_formulas(figures: Figures) -> str:
+    """Behind the table: what the Llama recipe's key metrics are, where the table's differ."""
+    return (
+        f"all tokens alike: mean ITL {figures.itl_per_token_ms:.2f} ms; first token to last: "
+        f"output {figures.output_throughput_first_to_last:.2f} tok/s, total "
+        f"{figures.total_token_throughput_first_to_last:.2f} tok/s"
+    )
+
+
 def failures(figures: Figures, errors: Sequence[str]) -> str:
     """Before the table, and only where something failed."""
     frame, said = "!" * WIDTH, "The figures are those of the other requests."

@@ -21,6 +21,9 @@ FIGURES: tuple[tuple[str, str, bool], ...] = (
         for metric in ("ttft", "tpot", "itl", "e2el")
         for kind in ("mean", "median", "p99")
     ),
+    ("mean_itl_per_token_ms", "mean ITL ms by token", False),
+    ("output_throughput_first_to_last", "output tok/s, first to last token", True),
+    ("total_token_throughput_first_to_last", "total tok/s, first to last token", True),
 )
 
 
@@ -38,7 +41,7 @@ class Run:
         return "all" if limit is None else str(limit)
 
     def value(self, name: str) -> float | None:
-        found = self.record.get(name)
+        found = self.record.get(name, self.record.get("extra", {}).get(name))
         return float(found) if isinstance(found, int | float) else None
 
     def extra(self, name: str) -> Mapping[str, Any]:

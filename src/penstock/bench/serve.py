@@ -106,7 +106,8 @@ async def measure(options: ServeOptions, asks: Sequence[Ask], tokenizer: Tokeniz
     if seen.num_failed:
         errors = list(dict.fromkeys(one.error for one in outcome.responses if one.error))
         print(layout.failures(seen, errors[:_MAX_ERRORS]))
-    print(layout.table(seen, options.metrics, options.percentiles), flush=True)
+    print(layout.table(seen, options.metrics, options.percentiles))
+    print(layout.by_other_formulas(seen), flush=True)
     for line in seen.warnings:
         print(f"warning: {line}", file=sys.stderr)
     record = {

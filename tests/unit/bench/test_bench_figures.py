@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.bench.figures import as_json, details_as_json, figures_of
-from penstock.bench.layout import failures, table
+from penstock.bench.layout import by_other_formulas, failures, table
 from penstock.bench.load import Outcome, Tally
 from penstock.bench.records import Ask, Response
 
@@ -81,6 +81,10 @@ def test_the_json_has_the_names_scripts_read_and_the_recipes_formulas_beside_the
     assert extra["output_throughput_first_to_last"] == 9 / 3.25
     assert extra["total_token_throughput_first_to_last"] == 169 / 3.25
     assert extra["mean_itl_per_token_ms"] == pytest.approx(3500.0 / 9)
+    assert by_other_formulas(make_figures()) == (
+        "all tokens alike: mean ITL 388.89 ms; "
+        "first token to last: output 2.77 tok/s, total 52.00 tok/s"
+    )
     assert extra["failed"] == 1
     names = [name for name in record if not name.startswith(("mean_", "median_", "std_", "p"))]
     assert names[:9] == [
