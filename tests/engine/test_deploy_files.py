@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.config.schema import EngineConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "penstock.yaml").read_text()))
+NODES = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "penstock-nodes.yaml").read_text()))
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
 DASHBOARD = json.loads((DEPLOY / "grafana" / "penstock.json").read_text())
 UNIT = (DEPLOY / "systemd" / "penstock.service").read_text()
@@ -65,6 +67,32 @@ def test_the_manifests_are_valid_for_kubernetes():
     broken = one("Deployment") | {"spec": {"template": {}}}
     with pytest.raises(validate.ValidationError):
         validate.validate(broken, validate.latest_version(), strict=True)
+
+
+def test_the_ranks_of_a_leader_worker_set_are_those_of_its_pods(server):
+    """Of the LeaderWorkerSet itself there is no schema here: its pods are checked as such."""
+    validate = pytest.importorskip("kubernetes_validate")
+    group, service = NODES
+    template = group["spec"]["leaderWorkerTemplate"]
+    pods = [template[f"{role}Template"] for role in ("leader", "worker")]
+    for pod in pods:
+        manifest = {"apiVersion": "v1", "kind": "Pod"} | pod
+        validate.validate(manifest, validate.latest_version(), strict=True)
+        [container] = pod["spec"]["containers"]
+        words = shlex.split(container["command"][2])
+        config = config_of(words[words.index("penstock") :])
+        per_pod = int(words[words.index("--nproc_per_node") + 1])
+        assert config.tensor_parallel_size == template["size"] * per_pod
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == per_pod
+        [secret] = [one for one in container["env"] if one["name"] == "PENSTOCK_RANK_SECRET"]
+        assert secret["valueFrom"]["secretKeyRef"]["name"] == "penstock-ranks"
+    validate.validate(service, validate.latest_version(), strict=True)
+    leader, worker = (pod["metadata"]["labels"] for pod in pods)
+    assert service["spec"]["selector"].items() <= leader.items()
+    assert not service["spec"]["selector"].items() <= worker.items()
+    for probe in ("startupProbe", "readinessProbe"):
+        asked = pods[0]["spec"]["containers"][0][probe]["httpGet"]
+        assert server.http.get(asked["path"]).status_code == 200
 
 
 def test_every_metric_of_the_dashboard_is_in_the_exposition(samples):

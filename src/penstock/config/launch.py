@@ -4,6 +4,7 @@
 variables which is which. This module reads them, and nothing else of the environment.
 """
 
+import importlib.util
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ from typing import Literal
 
 from penstock.errors import ConfigError
 
-Launcher = Literal["auto", "local", "torchrun", "slurm", "mpi"]
+Launcher = Literal["auto", "local", "torchrun", "slurm", "mpi", "ray"]
 SECRET_VARIABLE = "PENSTOCK_RANK_SECRET"
 MIN_SECRET_LEN = 16
 _DEFAULT_PORT = 29500  # torchrun's
@@ -45,8 +46,15 @@ class Place:
 
 
 def find_place(launcher: Launcher, env: Mapping[str, str] = os.environ) -> Place | None:
-    """None: nobody but us starts ranks. `auto`: the launcher that has started several, if any."""
+    """None: ranks are started from here. `auto`: the launcher that has started several, if any."""
     if launcher == "local":
+        return None
+    if launcher == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "ranks by Ray (orchestrator_type or launcher: ray) need its package: pip install "
+                "'penstock[ray]'; or leave it out, and have torchrun, srun or mpirun start them"
+            )
         return None
     for name, marks, read in _LAUNCHERS:
         if launcher in ("auto", name) and marks <= env.keys():

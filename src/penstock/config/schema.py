@@ -258,9 +258,9 @@ class EngineConfig(StrictModel):
     launcher: Launcher = setting(
         "auto",
         "Who starts the ranks: local (rank 0 does, on its machine), or one that starts 'penstock "
-        "serve' once for each rank, on one or several nodes: torchrun, slurm (srun), mpi (mpirun). "
-        "auto: the one whose environment this process has, if it has started several. The ranks "
-        "need PENSTOCK_RANK_SECRET in their environment (docs/scaling.md).",
+        "serve' once for each rank, on one or several nodes: torchrun, slurm (srun), mpi (mpirun); "
+        "ray: rank 0 does, on the nodes of a Ray cluster. auto: the one whose environment this process has, if it has started several. The ranks "
+        "of the three need PENSTOCK_RANK_SECRET in their environment (docs/scaling.md).",
         status="beta",
     )
     rank_interface: str | None = setting(

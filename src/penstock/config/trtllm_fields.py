@@ -86,10 +86,8 @@ def _section(name: str, ruling: Ruling, children: Mapping[str, Ruling] | str) ->
     return {name: ruling} | {f"{name}.{child}": value for child, value in children.items()}
 
 
-_NO_RAY = "ranks are processes that Penstock or a launcher starts"
-_NO_ORCHESTRATOR = (
-    "Ray starts no ranks; leave it out, and on several nodes start 'penstock serve' by torchrun, "
-    "srun or mpirun (docs/scaling.md)"
+_NO_RAY = rejected(
+    "with Ray a rank is a process with one bundle of a packed placement group; leave it out", None
 )
 _NO_WAIT = "prompts are never held back to fill a step"
 _FP32_STATE = "recurrent states are float32"
@@ -170,11 +168,11 @@ _PARALLEL = {
     ),
     "allreduce_strategy": ignored("the reduction is chosen automatically", "AUTO"),
     "dwdp_config": ignored("weights stay on the GPU that loaded them"),
-    "orchestrator_type": rejected(_NO_ORCHESTRATOR, None, "rpc", "mpi"),
+    "orchestrator_type": SUPPORTED,
     "mpi_session": rejected(_NO_PYTHON_OBJECT),
-    "ray_worker_extension_cls": ignored(_NO_RAY),
-    "ray_placement_config": ignored(_NO_RAY),
-    "ray_worker_nsight_options": ignored(_NO_RAY),
+    "ray_worker_extension_cls": _NO_RAY,
+    "ray_placement_config": _NO_RAY,
+    "ray_worker_nsight_options": _NO_RAY,
 }
 
 _LIMITS = {
