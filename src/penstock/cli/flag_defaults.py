@@ -26,6 +26,7 @@ DEFAULTS = {
     "enable_attention_dp": "false",
     "num_threads": "the cores this machine has",
     "launcher": "auto",
+    "orchestrator_type": "null",
     "rank_interface": "the one with the address of MASTER_ADDR",
     "attn_backend": "auto",
     "max_batch_size": "2048 on a GPU, 64 on a CPU",

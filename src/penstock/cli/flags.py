@@ -80,7 +80,8 @@ _DEVICES = (
     Flag("moe_tensor_parallel_size", "int", "GPUs that share each expert"),
     Flag("enable_attention_dp", "switch", "requests and KV cache of its own on each of these GPUs"),
     Flag("num_threads", "int", "CPU threads of each engine process"),
-    Flag("launcher", "text", "who starts the ranks: auto, local, torchrun, slurm or mpi"),
+    Flag("launcher", "text", "who starts the ranks: auto, local, torchrun, slurm, mpi or ray"),
+    Flag("orchestrator_type", "text", "ray: the same as --launcher ray; rpc, mpi: nothing else"),
     Flag("rank_interface", "text", "network interface between ranks on several nodes"),
     Flag(
         "attn_backend attention_backend", "text", "attention kernels: auto, triton, sdpa, reference"

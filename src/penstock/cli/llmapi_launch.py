@@ -6,7 +6,6 @@ command is: `trtllm-serve`, `trtllm-bench`, or a program with `LLM`.
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import NoReturn
 
 from penstock.config.launch import find_place, rank_secret
@@ -24,7 +23,7 @@ def main() -> NoReturn:
     raise SystemExit(status)
 
 
-def _run(command: Sequence[str]) -> int:
+def _run(command: list[str]) -> int:
     if not command or command[0].startswith("-"):
         print(_USAGE, file=sys.stdout if "--help" in command else sys.stderr)
         return 0 if "--help" in command else 2

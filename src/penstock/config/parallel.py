@@ -45,6 +45,17 @@ def with_implied_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "tensor_parallel_size": implied}
 
 
+def with_launcher(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`launcher`, where TensorRT-LLM's name of it says that it is Ray."""
+    if str(values.get("orchestrator_type")).lower() != "ray":
+        return dict(values)
+    if (other := values.get("launcher", "ray")) not in ("ray", "auto"):
+        raise ConfigError(
+            f"orchestrator_type is ray and launcher is {other}; leave one of the two out"
+        )
+    return {**values, "launcher": "ray"}
+
+
 def check_sizes(values: Mapping[str, Any]) -> None:
     """Refuse what is not there, with the number of ranks that was asked for."""
     num_ranks = values.get("tensor_parallel_size")

@@ -224,7 +224,13 @@ def _check_ranks(
             f"{place.launcher} has started {place.local_size} ranks on this node, but it has "
             f"{num_gpus} GPUs; start at most one rank per GPU, or set device to cpu"
         )
-    if place is None and size > 1 and size > num_gpus and not on_asked_cpu:
+    by_ray = config.launcher == "ray"  # which counts the GPUs of all nodes
+    if by_ray and config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.data_parallel_size}, and Ray starts the ranks of one "
+            "engine; start one server per replica, or leave launcher and orchestrator_type out"
+        )
+    if place is None and not by_ray and size > 1 and size > num_gpus and not on_asked_cpu:
         asked = f"tensor_parallel_size is {size}"
         if (stages := config.pipeline_parallel_size) > 1:
             asked = f"tensor_parallel_size {size // stages} x pipeline_parallel_size {stages} = "

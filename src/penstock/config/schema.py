@@ -26,7 +26,12 @@ from penstock.config.launch import Launcher
 from penstock.config.lora import LoraConfig
 from penstock.config.messages import explain
 from penstock.config.moe import MoeConfig
-from penstock.config.parallel import AttentionDpConfig, check_sizes, with_implied_sizes
+from penstock.config.parallel import (
+    AttentionDpConfig,
+    check_sizes,
+    with_implied_sizes,
+    with_launcher,
+)
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.trtllm_fields import canonical, translate
 from penstock.errors import ConfigError
@@ -259,8 +264,15 @@ class EngineConfig(StrictModel):
         "auto",
         "Who starts the ranks: local (rank 0 does, on its machine), or one that starts 'penstock "
         "serve' once for each rank, on one or several nodes: torchrun, slurm (srun), mpi (mpirun); "
-        "ray: rank 0 does, on the nodes of a Ray cluster. auto: the one whose environment this process has, if it has started several. The ranks "
+        "ray: rank 0 does, on the nodes of a Ray cluster. auto: the one whose environment this "
+        "process has, if it has started several. The ranks "
         "of the three need PENSTOCK_RANK_SECRET in their environment (docs/scaling.md).",
+        status="beta",
+    )
+    orchestrator_type: Literal["rpc", "mpi", "ray"] | None = setting(
+        None,
+        "ray: the same as launcher: ray. rpc and mpi change nothing: ranks started from here need "
+        "neither, and those of mpirun are known by their environment.",
         status="beta",
     )
     rank_interface: str | None = setting(
@@ -401,7 +413,7 @@ class EngineConfig(StrictModel):
     ) -> "EngineConfig":
         if isinstance(values, cls):
             return values
-        given = with_implied_sizes(canonical(values))
+        given = with_launcher(with_implied_sizes(canonical(values)))
         check_sizes(given)
         kept, warnings = translate(given)
         try:

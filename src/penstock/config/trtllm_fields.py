@@ -500,11 +500,11 @@ def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
                     value = {**value, ruling.kind.name: ruling.kind.value(path, value)}
                 kept[name], lines = translate(value, path + ".")
                 warnings += lines
-            elif isinstance(value, str) and value in ruling.dropped:
-                warnings.append(f"{path}: {value} is ignored: {ruling.dropped[value]}")
+            elif (why := _dropped(value, ruling)) is not None:
+                warnings.append(f"{path}: {value} is ignored: {why}")
             else:
                 kept[name] = value
-        elif value is None or value in ruling.neutral:
+        elif value is None or _folded(value) in map(_folded, ruling.neutral):
             continue
         elif ruling.verdict is Verdict.REJECTED:
             raise ConfigError(f"{path} cannot be used: {ruling.reason}")
@@ -512,6 +512,18 @@ def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
             _refuse_unknown_inside(path, value)
             warnings.append(f"{path} is ignored: {ruling.reason}")
     return kept, warnings
+
+
+def _dropped(value: object, ruling: Ruling) -> str | None:
+    reasons = {_folded(other): why for other, why in ruling.dropped.items()}
+    return reasons.get(_folded(value)) if isinstance(value, str) else None
+
+
+def _folded(value: object) -> object:
+    """ "true" in quotes is a boolean, and names may be in any case, as in the schema."""
+    if not isinstance(value, str):
+        return value
+    return {"true": True, "false": False}.get(value.lower(), value.lower())
 
 
 def _refuse_unknown_inside(section: str, value: object) -> None:

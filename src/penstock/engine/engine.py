@@ -114,10 +114,12 @@ class Engine:
                 socket_folder,
                 config.log_level,
                 place,
+                config.launcher == "ray",
                 b"" if place is None else rank_secret(),
                 config.rank_interface,
                 self._rank_died,
             )
+            self.config = replace(self.config, gpu=self._ranks.own_gpu)
             mesh = RankMesh.create(
                 0,
                 self.config.mesh,

@@ -50,6 +50,12 @@ def own_gpus(index: int, count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
+def own_gpu_index(name: str) -> int:
+    """Of a GPU that others call so, among those that we see."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",").index(name) if seen else int(name)
+
+
 class Child:
     """One `python -m module`, by `child`. `on_exit(code)`: in a thread, when it ends by itself.
 

@@ -42,6 +42,8 @@ _log = log.get(__name__)
 class LaunchedRanks:
     """`on_death`: called in a thread with what has happened to a rank that ends unasked."""
 
+    own_gpu = None
+
     def __init__(
         self,
         place: Place,
@@ -60,6 +62,8 @@ class LaunchedRanks:
         self._is_stopping = False
         self.host = _own_address(place, interface)
         self._listener = listen(self.host, place.port)
+        self.port: int = self._listener.getsockname()[1]
+        self.address = place.host
 
     @property
     def peers(self) -> list[Link]:
@@ -69,7 +73,7 @@ class LaunchedRanks:
         """Wait until every rank has come, and tell each what to do."""
         _log.info(
             "waiting at %s port %d for %d ranks that %s starts",
-            *(self._place.host, self._place.port, len(tasks), self._place.launcher),
+            *(self._place.host, self.port, len(tasks), self._place.launcher),
         )
         self._meet(len(tasks))
         self._listener.close()
@@ -106,7 +110,7 @@ class LaunchedRanks:
                 missing = [str(rank) for rank in range(1, num + 1) if rank not in self._joined]
                 raise BackendError(
                     f"of {num + 1} ranks that {self._place.launcher} starts, {', '.join(missing)} "
-                    f"did not come to {self._place.host} port {self._place.port} within "
+                    f"did not come to {self._place.host} port {self.port} within "
                     f"{_MEET_S:.0f} s; their logs say why"
                 )
             try:

@@ -7,6 +7,7 @@ to all ranks, and requests may finish.
 import os
 import signal
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,12 @@ import msgspec
 from penstock import log
 from penstock.config.launch import Place
 from penstock.config.run import RunConfig
-from penstock.errors import BackendError, ConfigError
+from penstock.errors import BackendError, ConfigError, PenstockError
 from penstock.hub.folder import local_folder
 from penstock.ipc.interfaces import address_of, interface_of
 from penstock.ipc.link import HANDSHAKE_S, Link, LinkRefused
 from penstock.ipc.messages import PROTOCOL_VERSION, RankJoined, RankRefused, RankTask, ToRank
+from penstock.ipc.process import on_parent_exit, read_task
 from penstock.parallel.mesh import use_interface
 from penstock.runtime.worker import WorkerTask, run
 
@@ -29,6 +31,14 @@ _MEET_S = 7200.0  # rank 0 may fetch a model first
 _MAX_REFUSALS = 5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _log = log.get(__name__)
+
+
+class LaunchedTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a rank whose place is told it by the process that has started it."""
+
+    place: Place
+    secret: str
+    log_level: str | None
 
 
 def run_launched(place: Place, secret: bytes, interface: str | None, log_level: str | None) -> int:
@@ -97,3 +107,16 @@ def _with_own_files(config: RunConfig, revision: str | None) -> RunConfig:
         return config
     folder = local_folder(config.model, revision, weights=config.load_format != "dummy")
     return replace(config, model_path=str(folder))
+
+
+def main() -> None:
+    task = msgspec.convert(read_task(), LaunchedTask)
+    on_parent_exit(lambda: os._exit(0))
+    try:
+        sys.exit(run_launched(task.place, task.secret.encode(), None, task.log_level))
+    except PenstockError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,8 @@ from penstock.runtime.worker import LocalTask, WorkerTask
 class LocalRanks:
     """`on_death`: called in a thread with what has happened to a rank that ends unasked."""
 
-    host = "127.0.0.1"
+    host = address = "127.0.0.1"
+    own_gpu = None
 
     def __init__(self, socket_folder: str, on_death: Callable[[str], None]) -> None:
         self._inbox = channel.Receiver(address(socket_folder, "rank0"), FromRank)

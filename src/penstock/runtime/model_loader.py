@@ -27,7 +27,9 @@ from penstock.weights.load import LoadableModel, dummy_weights, load_weights
 def rank_device(config: RunConfig, rank: int) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())  # ranks fill node after node
+    # Ranks fill node after node.
+    index = rank % torch.cuda.device_count() if config.gpu is None else config.gpu
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -1,6 +1,7 @@
 """`RankGroup`: the further ranks of an engine, as rank 0 sees them: agrees with them, stops them.
 
-Who starts them is another matter: rank 0 itself (`LocalRanks`) or a launcher (`LaunchedRanks`).
+Who starts them is another matter: rank 0 itself (`LocalRanks`), a launcher (`LaunchedRanks`), or
+Ray (`RayRanks`).
 """
 
 import socket
@@ -15,6 +16,7 @@ from penstock.ipc.channel import Peer
 from penstock.ipc.messages import RankCache, RankFailed, RankReady, RankResult
 from penstock.runtime.launched_ranks import LaunchedRanks, listen
 from penstock.runtime.local_ranks import LocalRanks
+from penstock.runtime.ray_ranks import RayRanks
 from penstock.runtime.worker import WorkerTask
 from penstock.types.cache_spec import CacheSize
 from penstock.types.step import StepResult
@@ -24,7 +26,13 @@ _NEWS_S = 2.0
 
 class Launch(Protocol):
     @property
-    def host(self) -> str: ...  # of rank 0, to listen at
+    def host(self) -> str: ...  # of rank 0, to listen at; nothing means all addresses
+
+    @property
+    def address(self) -> str: ...  # of rank 0, as the others reach it
+
+    @property
+    def own_gpu(self) -> int | None: ...  # of rank 0, where another than the first is its own
 
     @property
     def peers(self) -> Sequence[Peer]: ...  # in the order of ranks, from 1
@@ -48,6 +56,7 @@ class RankGroup:
         socket_folder: str,
         log_level: str | None,
         place: Place | None,
+        by_ray: bool,
         secret: bytes,
         interface: str | None,
         on_death: Callable[[str], None],
@@ -57,13 +66,14 @@ class RankGroup:
         self._num_sampling = sum(map(config.mesh.is_sampling_rank, range(1, config.mesh.size)))
         self._results: dict[int, dict[int, StepResult]] = {}  # by step and rank, until asked for
         self._launch: Launch
-        if place is None:
+        if by_ray:
+            self._launch = RayRanks(config, interface, log_level, self._report)
+        elif place is None:
             self._launch = LocalRanks(socket_folder, self._report)
         else:
             self._launch = LaunchedRanks(place, secret, interface, self._report)
         self.listener: socket.socket = listen(self._launch.host, 0)
-        port = self.listener.getsockname()[1]
-        self.meeting_point = f"{place.host if place is not None else self._launch.host}:{port}"
+        self.meeting_point = f"{self._launch.address}:{self.listener.getsockname()[1]}"
         self._launch.start(
             [
                 WorkerTask(
@@ -78,6 +88,7 @@ class RankGroup:
             ]
         )
         self.peers = self._launch.peers
+        self.own_gpu = self._launch.own_gpu
 
     def _report(self, what: str) -> None:
         # Gone in the middle of collectives: rank 0 may hang in one.

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from penstock.config.graphs import CudaGraphConfig
 from penstock.config.kv_cache import KvCacheConfig
+from penstock.config.run import CapacityPolicy
 from penstock.config.schema import DEFAULT_MODEL, EngineConfig
 from penstock.config.trtllm_fields import ALIASES, FIELDS
 from penstock.errors import ConfigError
@@ -353,3 +354,28 @@ def test_whatever_a_file_holds_gives_a_configuration_or_a_config_error(values):
         assert str(error)
     else:
         assert EngineConfig(**config.model_dump(mode="json")).model == config.model
+
+
+def test_names_of_choices_are_in_any_case_and_booleans_may_be_in_quotes():
+    config = EngineConfig.model_validate(
+        {
+            "enable_attention_dp": "true",
+            "enable_chunked_prefill": "False",
+            "dtype": "BFloat16",
+            "moe_config": {"backend": "trtllm"},
+            "scheduler_config": {"capacity_scheduler_policy": "guaranteed_no_evict"},
+            "cuda_graph_config": {"enable_padding": "TRUE"},
+            "allreduce_strategy": "auto",
+            "tokenizer_mode": "AUTO",
+            "trust_remote_code": "false",
+            "model": "False",  # any text is a name
+        }
+    )
+    assert config.enable_attention_dp is True
+    assert config.enable_chunked_prefill is False
+    assert (config.dtype, config.moe_config.backend) == ("bfloat16", "TRTLLM")
+    assert config.scheduler_config.capacity_scheduler_policy is CapacityPolicy.GUARANTEED_NO_EVICT
+    assert config.cuda_graph_config is not None and config.cuda_graph_config.enable_padding is True
+    assert config.model == "False"
+    with pytest.raises(ConfigError, match="enable_attention_dp is 'on', it must be true or false"):
+        EngineConfig.model_validate({"enable_attention_dp": "on"})

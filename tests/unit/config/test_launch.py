@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.config.launch import find_place, first_host, rank_secret
+from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 
 TORCHRUN = {
@@ -106,3 +107,14 @@ def test_a_secret_is_needed_and_not_a_short_one():
 )
 def test_the_first_of_a_list_of_nodes(nodes, first):
     assert first_host(nodes) == first
+
+
+def test_ray_that_is_not_installed_is_refused_before_a_model_is_fetched(monkeypatch):
+    config = EngineConfig(orchestrator_type="Ray")
+    assert config.launcher == "ray"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[ray\]'; or leave it out"):
+        find_place(config.launcher, SLURM)
+    with pytest.raises(ConfigError, match="orchestrator_type is ray and launcher is slurm"):
+        EngineConfig(orchestrator_type="ray", launcher="slurm")
+    assert EngineConfig(orchestrator_type="mpi").launcher == "auto"
