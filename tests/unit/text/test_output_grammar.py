@@ -1,7 +1,9 @@
 """Where the grammar of an answer begins, and what else a request may ask of its output."""
 
 import json
+import random
 
+import jsonschema
 import llguidance
 import pytest
 
@@ -124,10 +126,129 @@ def test_an_answer_or_a_call(tiny, allows):
     assert allows(alone, call) and not allows(alone, f"{call}\n{call}")
 
 
-@pytest.mark.parametrize("tools", ["pythonic", "qwen3_coder", "glm45", None])
-def test_formats_without_json_are_refused_by_name(tiny, tools):
-    with pytest.raises(RequestError, match=tools or "tool_parser"):
-        output_grammar(tiny, AnswerStart(tools=tools), None, [TOOL], ToolRule(names=("f",)))
+def test_a_model_without_tool_calls_is_refused(tiny):
+    with pytest.raises(RequestError, match="tool_parser"):
+        output_grammar(tiny, AnswerStart(), None, [TOOL], ToolRule(names=("f",)))
+
+
+PUT = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "minLength": 2, "maxLength": 9},
+        "n": {"type": "integer", "maximum": 99},
+        "mode": {"$ref": "#/$defs/Mode"},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "either": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Flag"}]},
+        "zone": {"type": "string", "pattern": "^UTC[+-][0-9]{1,2}$"},
+    },
+    "required": ["path", "n"],
+    "$defs": {
+        "Mode": {"enum": ["a", "b c", "7"]},
+        "Flag": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+    },
+}
+PUT_TOOL = {"function": {"name": "put", "parameters": PUT}}
+
+
+def coder(**values: str) -> str:
+    inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    return f"<tool_call>\n<function=put>\n{inner}</function>\n</tool_call>"
+
+
+def glm(**values: str) -> str:
+    inner = "".join(
+        f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items()
+    )
+    return f"<tool_call>put\n{inner}</tool_call>"
+
+
+def python(**values: str) -> str:
+    """Texts are quoted, what reads as JSON is not."""
+    pairs = (
+        f"{k}={v if v[:1] in '[{n' or v.isdigit() else json.dumps(v)}" for k, v in values.items()
+    )
+    return f"[put({', '.join(pairs)})]"
+
+
+FULL = {
+    **{"path": "a\nb<", "n": "3", "mode": "b c", "tags": '["x", "<y> 1/2"]', "note": "null"},
+    **{"either": '{"on": true}', "zone": "UTC+2"},
+}
+WRITERS = {"qwen3_coder": coder, "glm45": glm, "pythonic": python}
+
+
+@pytest.mark.parametrize("tools", WRITERS)
+def test_arguments_that_are_no_object_of_json_follow_the_schema_too(tiny, allows, tools):
+    """What the grammar lets through, the parser reads as a call that the schema allows, however the
+    text was mutilated before."""
+    start, rule, write = AnswerStart(tools=tools), ToolRule(names=("put",)), WRITERS[tools]
+    grammar = output_grammar(tiny, start, None, [PUT_TOOL], rule)
+
+    def read(text: str) -> list[dict]:
+        parser = ChatFormat(None, tools).parser("", None, [PUT_TOOL])
+        found: dict[int, str] = {}
+        for parsed in (parser.push(text), parser.flush()):
+            for piece in parsed.tool_calls:
+                found[piece.index] = found.get(piece.index, "") + piece.arguments
+        return [json.loads(one) for one in found.values()]
+
+    def good(**values: str) -> list[dict]:
+        text = write(**values)
+        assert allows(grammar, text), text
+        return read(text)
+
+    assert good(**FULL) == [
+        {"path": "a\nb<", "n": 3, "mode": "b c", "tags": ["x", "<y> 1/2"], "note": None}
+        | {"either": {"on": True}, "zone": "UTC+2"}
+    ]
+    if tools != "pythonic":  # where it has quotation marks
+        assert good(path="ab", n="3", mode="7") == [{"path": "ab", "n": 3, "mode": "7"}]
+    assert good(path="ab", n="12", either="on") == [{"path": "ab", "n": 12, "either": "on"}]
+    for bad in (
+        {"path": "a", "n": "3"},  # too short
+        {"path": "ab"},  # n is missing
+        {"path": "ab", "n": "x"},
+        {"path": "ab", "n": "3", "mode": "c"},
+        {"path": "ab", "n": "3", "zone": "CET"},
+        {"path": "ab", "n": "3", "other": "1"},
+        {"path": "ab", "n": "3", "either": '{"on": 1}'},
+        *([] if tools == "pythonic" else [{"path": "ab", "n": "3", "tags": '["</x>"]'}]),
+    ):
+        assert not allows(grammar, write(**bad)), bad
+    two = ", ".join if tools == "pythonic" else "\n".join
+    both = two([write(path="ab", n="1"), write(path="cd", n="2")]).replace("], [", ", ")
+    alone = output_grammar(tiny, start, None, [PUT_TOOL], rule, several_calls=False)
+    assert allows(grammar, both) and not allows(alone, both) and len(read(both)) == 2
+
+    rng, text, num_allowed = random.Random(0), write(**FULL), 0
+    pieces = [*"\n<>/{}[]\"',:1ae= ", "</tool_call>", "</parameter>", "</arg_value>", "null"]
+    for _ in range(400):
+        at, end = sorted(rng.choices(range(len(text)), k=2))
+        mutant = text[:at] + rng.choice(pieces) + text[at if rng.random() < 0.7 else end :]
+        if allows(grammar, mutant):
+            num_allowed += 1
+            calls = read(mutant)
+            assert calls, mutant
+            for arguments in calls:
+                jsonschema.validate(arguments, PUT)
+    assert num_allowed > 20
+
+    anything = {"function": {"name": "put"}}
+    free = output_grammar(tiny, start, None, [anything], rule)
+    assert allows(free, write(x="1", y="what")) and allows(free, write())
+    for parameters, place in (
+        ({"properties": {"a": {"type": "integer"}}, "minProperties": 1}, "/minProperties"),
+        ({"properties": {}, "required": ["b"]}, "/required"),
+    ):
+        unfit = {"function": {"name": "put", "parameters": parameters}}
+        with pytest.raises(RequestError, match=place):
+            output_grammar(tiny, start, None, [unfit], rule)
+    if tools != "pythonic":
+        unfit = {"properties": {"a": {"type": "string", "format": "date"}}}
+        with pytest.raises(RequestError, match="/properties/a/format"):
+            tool = {"function": {"name": "put", "parameters": unfit}}
+            output_grammar(tiny, start, None, [tool], rule)
 
 
 def test_a_fault_in_a_tool_is_told_with_its_place(tiny):

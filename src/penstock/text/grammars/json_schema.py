@@ -19,7 +19,7 @@ _MAX_SEARCH_S = 0.25  # for the part that is at fault
 # that likes blanks would write nothing else.
 _BLANKS = r"( |\r?\n[ \t]{0,40})?"
 # Others are notes to the reader, as the standard has it.
-_FORMATS = frozenset(
+FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -87,8 +87,8 @@ def _without_notes(schema: Any, param: str, depth: int = 0) -> Any:
             "compiled; make it smaller",
             param,
         )
-    kept = _mapped(schema, lambda one: _without_notes(one, param, depth + 1))
-    if isinstance(name := schema.get("format"), str) and name not in _FORMATS:
+    kept = mapped(schema, lambda one: _without_notes(one, param, depth + 1))
+    if isinstance(name := schema.get("format"), str) and name not in FORMATS:
         del kept["format"]
     return kept
 
@@ -110,7 +110,7 @@ def _closed(schema: Any) -> Any:
     besides, a model fills with whatever comes to its mind. What is valid then was so before."""
     if not isinstance(schema, dict):
         return schema
-    closed = _mapped(schema, _closed)
+    closed = mapped(schema, _closed)
     named, required = schema.get("properties"), schema.get("required", [])
     is_open = {"additionalProperties", "patternProperties", "minProperties"} & schema.keys()
     if isinstance(named, dict) and isinstance(required, list) and not is_open:
@@ -118,18 +118,18 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def _mapped(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def mapped(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """The same with every schema in it changed."""
-    mapped = dict(schema)
+    changed = dict(schema)
     for key in (*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SINGLE_SCHEMAS):
         value = schema.get(key)
         if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            mapped[key] = {name: change(one) for name, one in value.items()}
+            changed[key] = {name: change(one) for name, one in value.items()}
         elif isinstance(value, list):
-            mapped[key] = [change(one) for one in value]
+            changed[key] = [change(one) for one in value]
         elif isinstance(value, dict):
-            mapped[key] = change(value)
-    return mapped
+            changed[key] = change(value)
+    return changed
 
 
 def _path_of(schema: dict[str, Any], fault: str) -> str:

@@ -121,9 +121,10 @@ def _harmony(
     endings = []
     for call in calls:
         recipient = f" to=functions.{call.name}"  # on either side of the channel
+        arguments = call.arguments
         heads = (f"<|channel|>commentary{recipient}", f"{recipient}<|channel|>commentary")
         endings += [
-            f"{words(head)} {json_kind} {words('<|message|>')} {call.arguments}" for head in heads
+            f"{words(head)} {json_kind} {words('<|message|>')} {arguments}" for head in heads
         ]
     if not must_call:
         answer = text if guided is None else _guided(rules, guided)

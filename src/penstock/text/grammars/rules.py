@@ -19,11 +19,18 @@ class Rules:
         self._tokenizer = tokenizer
         self._rules: dict[str, str] = {}
         self._parts: list[dict[str, Any]] = []
+        self._numbers: dict[str, int] = {}
 
     def rule(self, name: str, body: str) -> str:
         """Define it, once; several callers may need the same."""
         assert self._rules.setdefault(name, body) == body, (name, body)
         return name.partition("[")[0]
+
+    def numbered(self, name: str, body: str, options: str = "") -> str:
+        """The same for bodies that have no name of their own."""
+        return self.rule(
+            f"{name}{self._numbers.setdefault(body, len(self._numbers))}{options}", body
+        )
 
     def part(self, grammar: Mapping[str, Any]) -> str:
         """A grammar of its own: `json_schema` or `lark_grammar`; returns what stands for it."""
@@ -52,7 +59,7 @@ class Rules:
         """Any text, up to and with the first `tag`."""
         if (token_id := self.special_id(tag)) is not None:
             return f"{self.rule('TEXT', ANY_TEXT)} <[{token_id}]>"
-        return self.rule(f"{name}[lazy]", rf"/(.|\n)*{_in_regex(tag)}/")
+        return self.rule(f"{name}[lazy]", rf"/(.|\n)*{in_regex(tag)}/")
 
     def to_text(self, start: str, param: str) -> str:
         """The whole grammar, checked, or a `RequestError` that names `param`."""
@@ -75,6 +82,6 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _in_regex(text: str) -> str:
+def in_regex(text: str) -> str:
     escaped = re.sub(r"([\\.+*?()|\[\]{}^$/#&~-])", r"\\\1", text)
     return escaped.replace("\n", r"\n")

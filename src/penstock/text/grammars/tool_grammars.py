@@ -1,32 +1,51 @@
 """The formats in which models write tool calls, as rules: the arguments of each by its schema.
 
-Only formats whose arguments are JSON. What a call looks like must be what its parser
-(`text/tools/formats`) reads.
+What a call looks like must be what its parser (`text/tools/formats`) reads.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.errors import RequestError
 from penstock.text.grammars.json_schema import ANY_OBJECT, schema_grammar
 from penstock.text.grammars.rules import ANY_TEXT, Rules
+from penstock.text.grammars.single_arguments import (
+    ArgumentTags,
+    python_arguments,
+    tagged_arguments,
+    unsupported,
+)
 from penstock.text.tools.formats import FORMATS
 
 _NEW_LINE = '"\\n"?'
-_NO_CALL = r"/([^{](.|\n)*)?/"
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Call:
     name: str
-    arguments: str  # what stands for their grammar
+    parameters: Mapping[str, Any] | None  # None: any object
+    param: str
+    rules: Rules
+
+    @property
+    def arguments(self) -> str:
+        """What stands for them as one object of JSON."""
+        parameters = self.parameters
+        if parameters is not None:  # an object they are, whether it says so or not
+            parameters = {"type": "object", **parameters}
+        text = ANY_OBJECT if parameters is None else json.dumps(parameters)
+        return self.rules.part(schema_grammar(text, self.param))
 
 
 class ToolGrammar(NamedTuple):
-    """`opening` begins the calls and can be found in free text; None: the message is the calls."""
+    """`opening` begins the calls and can be found in free text; None: the message is the calls,
+    and no other begins with `first`."""
 
     opening: str | None
     calls: Callable[[Rules, Sequence[Call], bool], str]  # after the opening; whether several
+    first: str = "{"
 
 
 def _one_of(alternatives: Sequence[str]) -> str:
@@ -84,9 +103,9 @@ def _deepseek(rules: Rules, calls: Sequence[Call], several: bool) -> str:
     _, calls_end, begin, end, sep = (rules.words(tag, *tags) for tag in tags)
     bodies = []
     for call in calls:
-        name = rules.words(call.name)
-        bodies.append(f"{name} {sep} {call.arguments}")
-        fenced = f'"\\n```json\\n" {call.arguments} "\\n```"'
+        name, arguments = rules.words(call.name), call.arguments
+        bodies.append(f"{name} {sep} {arguments}")
+        fenced = f'"\\n```json\\n" {arguments} "\\n```"'
         bodies.append(f'"function" {sep} {name} {fenced}')
     one = rules.rule("call", f"{begin} {_one_of(bodies)} {end}")
     return f"{_repeated(one, _NEW_LINE, several)} {calls_end}"
@@ -103,12 +122,54 @@ def _kimi(rules: Rules, calls: Sequence[Call], several: bool) -> str:
     return f"{_repeated(one, '', several)} {calls_end}"
 
 
+def _qwen3_coder(rules: Rules, calls: Sequence[Call], several: bool) -> str:
+    tags = FORMATS["qwen3_coder"].tags
+    around = ArgumentTags("<parameter={}>\n", "\n</parameter>", "\n", tags[1], tags)
+    bodies = [
+        f"{rules.words(f'<function={call.name}>')} {_NEW_LINE} "
+        f"{tagged_arguments(rules, around, call.parameters, call.param)} "
+        f"{rules.words('</function>')}"
+        for call in calls
+    ]
+    one = rules.rule(
+        "call", f"{_NEW_LINE} {_one_of(bodies)} {_NEW_LINE} {rules.words(tags[1], *tags)}"
+    )
+    return _repeated(one, f"{_NEW_LINE} {rules.words(tags[0], *tags)}", several)
+
+
+def _glm45(rules: Rules, calls: Sequence[Call], several: bool) -> str:
+    tags = FORMATS["glm45"].tags
+    opening = "<arg_key>{}</arg_key>\n<arg_value>"
+    around = ArgumentTags(opening, "</arg_value>", "\n", tags[1], tags)
+    bodies = [
+        f"{rules.words(call.name)} {_NEW_LINE} "
+        f"{tagged_arguments(rules, around, call.parameters, call.param)}"
+        for call in calls
+    ]
+    one = rules.rule("call", f"{_one_of(bodies)} {rules.words(tags[1], *tags)}")
+    return _repeated(one, f"{_NEW_LINE} {rules.words(tags[0], *tags)}", several)
+
+
+def _pythonic(rules: Rules, calls: Sequence[Call], several: bool) -> str:
+    """Values as JSON, which is read as well as Python's own."""
+    bodies = []
+    for call in calls:
+        if not call.name.isidentifier():
+            raise unsupported(call.param, "", f"{call.name!r} is no name of Python")
+        arguments = python_arguments(rules, call.parameters, call.param)
+        bodies.append(f"{rules.words(f'{call.name}(')} {arguments} {rules.words(')')}")
+    return f'"[" {_repeated(rules.rule("call", _one_of(bodies)), rules.words(", "), several)} "]"'
+
+
 _GRAMMARS = {
     "hermes": ToolGrammar(FORMATS["hermes"].tags[0], _hermes),
     "llama3_json": ToolGrammar(None, _llama3_json),
     "mistral": ToolGrammar(FORMATS["mistral"].tags[0], _mistral),
     "deepseek_v3": ToolGrammar(FORMATS["deepseek_v3"].tags[0], _deepseek),
     "kimi_k2": ToolGrammar(FORMATS["kimi_k2"].tags[0], _kimi),
+    "qwen3_coder": ToolGrammar(FORMATS["qwen3_coder"].tags[0], _qwen3_coder),
+    "glm45": ToolGrammar(FORMATS["glm45"].tags[0], _glm45),
+    "pythonic": ToolGrammar(None, _pythonic, "["),
 }
 
 
@@ -121,15 +182,7 @@ def grammar_of(tool_format: str | None, param: str) -> ToolGrammar:
             "tool_parser at the start of the server",
             param,
         )
-    if (found := _GRAMMARS.get(tool_format)) is None:
-        raise RequestError(
-            "unsupported",
-            f"{param}: this model writes tool calls as {tool_format}, whose arguments are not "
-            f"JSON; calls can be forced for {', '.join(_GRAMMARS)} and harmony. Use "
-            'tool_choice "auto" without strict',
-            param,
-        )
-    return found
+    return _GRAMMARS[tool_format]
 
 
 def calls_of(
@@ -141,11 +194,11 @@ def calls_of(
         function = tool["function"]
         if names is None or function["name"] in names:
             parameters = function.get("parameters")
-            if isinstance(parameters, dict):  # an object they are, whether it says so or not
-                parameters = {"type": "object", **parameters}
-            text = ANY_OBJECT if parameters is None else json.dumps(parameters)
-            schema = schema_grammar(text, f"tools[{i}].function.parameters")
-            calls.append(Call(function["name"], rules.part(schema)))
+            param = f"tools[{i}].function.parameters"
+            is_any = parameters is None or parameters is True
+            if not is_any and not isinstance(parameters, dict):
+                schema_grammar(json.dumps(parameters), param)  # says what is wrong
+            calls.append(Call(function["name"], None if is_any else parameters, param, rules))
     return calls
 
 
@@ -160,5 +213,6 @@ def offered(rules: Rules, form: ToolGrammar, calls: Sequence[Call], several: boo
     body = form.calls(rules, calls, several)
     text = rules.rule("TEXT", ANY_TEXT)
     if form.opening is None:  # no tag: what begins like a call is one
-        return f"({body} | {rules.rule('PLAIN', _NO_CALL)})"
+        plain = rules.rule("PLAIN", rf"/([^\{form.first}](.|\n)*)?/")
+        return f"({body} | {plain})"
     return f"({rules.up_to('until', form.opening)} {body} {text} | {text})"

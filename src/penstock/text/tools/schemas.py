@@ -15,6 +15,7 @@ _JSON_TYPES: dict[type, str] = {
     **{type(None): "null", dict: "object", list: "array"},
 }
 _MAX_NESTED_SCHEMAS = 8
+_NOTES = {"title", "description", "default", "examples"}
 
 
 class ToolSchemas:
@@ -28,24 +29,54 @@ class ToolSchemas:
     def types(self, name: str, key: str) -> frozenset[str] | None:
         """Of a parameter; None: nobody said."""
         parameters = self._tools.get(name, {}).get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        return _types(properties.get(key)) if isinstance(properties, Mapping) else None
+        if not isinstance(parameters, Mapping):
+            return None
+        properties = resolved(parameters, parameters).get("properties")
+        return (
+            types_of(properties.get(key), parameters) if isinstance(properties, Mapping) else None
+        )
 
 
-def _types(schema: Any, depth: int = 0) -> frozenset[str] | None:
+def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """With what it only refers to, within the same document: `$ref`, or an `allOf` of one."""
+    found = dict(schema)
+    for _ in range(_MAX_NESTED_SCHEMAS):
+        all_of = found.get("allOf")
+        if isinstance(reference := found.get("$ref"), str) and reference.startswith("#/"):
+            target: Any = root
+            for step in reference[2:].split("/"):
+                step = step.replace("~1", "/").replace("~0", "~")
+                target = target.get(step) if isinstance(target, Mapping) else None
+            name = "$ref"
+        elif isinstance(all_of, list) and len(all_of) == 1:
+            target, name = all_of[0], "allOf"
+        else:
+            break
+        if not isinstance(target, Mapping):
+            break
+        rest = {key: value for key, value in found.items() if key != name}
+        if any(target[key] != rest[key] for key in target.keys() & rest.keys() - _NOTES):
+            break  # both of them count
+        found = {**target, **rest}
+    return found
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
+    """The JSON types that a schema takes; None: it does not say."""
     if not isinstance(schema, Mapping) or depth > _MAX_NESTED_SCHEMAS:
         return None
+    schema = resolved(schema, root)
     match schema.get("type"):
         case str(one):
             return frozenset([one])
         case list(several):
             return frozenset(one for one in several if isinstance(one, str))
-    values = schema.get("enum")
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         return frozenset(_JSON_TYPES.get(type(one), "string") for one in values)
     for choice in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(choice), list):
-            found = [_types(branch, depth + 1) for branch in branches]
+            found = [types_of(branch, root, depth + 1) for branch in branches]
             known = [one for one in found if one is not None]
             return frozenset().union(*known) if len(known) == len(found) else None
     return None
