@@ -149,10 +149,11 @@ class EngineLoop:
         step = self._steps.popleft()
         assert step.handle is not None
         result = step.handle.wait()
-        self._publish(self._scheduler.commit(result))
-        self._iterations.append(self._describe(step.plan, result, step.started))
+        deltas = self._scheduler.commit(result)
         if self._steps and self._steps[0].handle is None:
-            self._sample(self._steps[0])
+            self._sample(self._steps[0])  # for which the device may wait
+        self._publish(deltas)
+        self._iterations.append(self._describe(step.plan, result, step.started))
 
     def _publish(self, deltas: list[TokenDelta]) -> None:
         by_client: dict[int, list[TokenDelta]] = {}

@@ -29,6 +29,10 @@ from penstock.types.request import FinishReason, Request, client_of
 from penstock.types.stats import EngineCounters
 from penstock.types.step import FROM_DEVICE, StepPlan, StepResult
 
+# Tokens that need not be drawn: how long a chunk of them is at least, and what it costs the decodes
+# of its step, as a share of their time. Longer ones than the most are too rare to be looked for.
+_MIN_KNOWN, _MAX_KNOWN, _CHUNK_COST = 3, 24, 0.4
+
 
 class Scheduler:
     """`kvs[r]`: cache of data-parallel rank r."""
@@ -444,8 +448,13 @@ class Scheduler:
 
     def _take_known(self, seq: Sequence) -> str | None:
         """Tokens that must come next need not be drawn, unless their log-probabilities are wanted;
-        the one that ends an output always is. Returns why the request must fail, if so."""
-        if seq.request.sampling.logprobs is not None or seq.is_leaving:
+        the one that ends an output always is. Returns why the request must fail, if so.
+
+        A chunk in a step of decodes makes all of them wait, so it must be the longer the more
+        sequences run."""
+        least = max(_MIN_KNOWN, 1 + math.ceil(_CHUNK_COST * len(self._running)))
+        is_asked = seq.request.sampling.logprobs is not None
+        if is_asked or seq.is_leaving or least > _MAX_KNOWN:
             return None
         most = seq.request.max_tokens - seq.num_output - 1
         for follower in self._followers:
@@ -453,7 +462,7 @@ class Scheduler:
             known = list(takewhile(lambda one: one not in seq.request.stop_ids, known))
             assert seq.holder is not None
             kv = self._kvs[seq.dp_rank]
-            if not known or not kv.grow(seq.holder, seq.num_tokens + len(known)):
+            if len(known) < least or not kv.grow(seq.holder, seq.num_tokens + len(known)):
                 continue
             seq.extend(known)
             self._counters.generated_tokens += len(known)

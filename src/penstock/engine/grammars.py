@@ -34,7 +34,6 @@ _MAX_COMPILED_CHARS = 1 << 24  # of their texts together
 _COMPILE_TIMEOUT_S = 30.0
 _COMPILE_THREADS = 2
 _MAX_MASK_THREADS = 8
-_MIN_KNOWN = 3  # tokens: fewer are drawn, each with its mask
 _NOTHING = LateInputs()
 _log = log.get(__name__)
 
@@ -84,7 +83,8 @@ class _Running:
             _clear(words_W, (self.thinking.banned,))
 
     def _fill_ends(self, words_W: Int32s) -> None:
-        _clear(words_W, self._foreign_ids)
+        if self._foreign_ids:
+            _clear(words_W, self._foreign_ids)
         if self.num_tokens < self._min_tokens:
             others_W = words_W.copy()
             _clear(others_W, self._stop_ids)
@@ -203,8 +203,8 @@ class Grammars:
             return ()
         if running.thinking is not None and running.thinking.has_mask:
             return ()
-        known = running.matcher.compute_ff_tokens()
-        return known if len(known) >= _MIN_KNOWN else ()
+        known: list[int] = running.matcher.compute_ff_tokens()
+        return known
 
     def on_close(self, request: Request) -> None:
         self._running.pop(request.id, None)
