@@ -193,19 +193,13 @@ def compile_hopper_prefill(device: torch.device) -> None:
         )  # fmt: skip
 
 
-def compile_hopper_experts(device: torch.device) -> None:
-    from penstock.kernels.moe import fp8_hopper as hopper_fp8
+def compile_hopper_mxfp4(device: torch.device) -> None:
     from penstock.kernels.moe import mxfp4_hopper as hopper_mxfp4
 
     for bias in (False, True):
         args = experts_case(6, 4, 2, 64, 64, format="mxfp4", bias=bias).make(torch.bfloat16, device)
         for rows in hopper_mxfp4.CONFIGS:
             hopper_mxfp4.experts(*args, rows=rows)
-    *args, _, _, gate = experts_case(6, 4, 2, 256, 256, format="fp8 blocks").make(
-        torch.bfloat16, device
-    )
-    for rows in hopper_fp8.CONFIGS:
-        hopper_fp8.experts(*args, gate, rows=rows)
 
 
 def compile_hopper_weight_only(device: torch.device) -> None:
@@ -248,7 +242,7 @@ PARTS: dict[str, tuple[Callable[[torch.device], None], ...]] = {
 HOPPER_PARTS = {
     "attention": compile_hopper_prefill,
     "gemm": compile_hopper_weight_only,
-    "moe": compile_hopper_experts,
+    "moe": compile_hopper_mxfp4,
 }
 
 

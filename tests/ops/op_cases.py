@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.activation import gelu_mul, sigmoid_mul, silu_mul
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
+from penstock.kernels.attention.partial import partial_decode
 from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static, InputFormat
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.gather import decode_inputs
@@ -257,7 +258,13 @@ def mla_write_case(
 
 
 def mla_decode_case(
-    *kv_lens: int, heads: int, latent: int, rotary: int, block_size: int = 16, fp8: bool = False
+    *kv_lens: int,
+    heads: int,
+    latent: int,
+    rotary: int,
+    block_size: int = 16,
+    fp8: bool = False,
+    lse: bool = False,
 ) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         case = decodes(*kv_lens, block_size=block_size)
@@ -269,10 +276,26 @@ def mla_decode_case(
         q_rotated = randn(len(kv_lens), heads, rotary, dtype=dtype, device=device)
         scale = (latent + rotary) ** -0.5
         lens = (batch.rows_N, batch.kv_lens_N, batch.block_table_RM)
-        return q, q_rotated, cache, *lens, scale, batch.max_kv_len
+        found = torch.zeros(len(kv_lens), heads, device=device)
+        return q, q_rotated, cache, *lens, scale, batch.max_kv_len, *([found] if lse else [])
 
     lens = "_".join(map(str, kv_lens[:4])) + f"+{len(kv_lens) - 4}" * (len(kv_lens) > 4)
-    return OpCase(mla_decode, f"{lens}-{heads}x{latent}+{rotary}" + "-fp8" * fp8, make)
+    name = f"{lens}-{heads}x{latent}+{rotary}" + "-fp8" * fp8 + "-lse" * lse
+    return OpCase(mla_decode, name, make, mutated=(8,) if lse else ())
+
+
+def partial_decode_case(*kv_lens: int, **shape: Any) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            dtype = torch.float16  # Triton's interpreter multiplies the other as integers
+        inputs = make_attention(decodes(*kv_lens, **shape), dtype, device)
+        batch, scales = inputs.batch, inputs.scales or (None, None)
+        lens = (batch.rows_N, batch.kv_lens_N, batch.block_table_RM)
+        caches = inputs.k_cache_BKSD, inputs.v_cache_BKSD
+        return inputs.q_THD, *caches, *lens, inputs.params, batch.max_kv_len, *scales
+
+    name = "_".join(map(str, kv_lens)) + "".join(f"-{key}{value}" for key, value in shape.items())
+    return OpCase(partial_decode, name, make)
 
 
 def mla_attend_case(
@@ -848,6 +871,12 @@ OP_CASES = [
     mla_decode_case(70, heads=64, latent=512, rotary=64),
     mla_decode_case(140, *[9] * 169, heads=4, latent=32, rotary=16),
     mla_decode_case(9, 200, heads=16, latent=512, rotary=64, fp8=True),
+    mla_decode_case(1, 15, 300, heads=20, latent=96, rotary=24, lse=True),
+    mla_decode_case(140, *[9] * 169, heads=4, latent=32, rotary=16, lse=True),
+    partial_decode_case(1, 17, 300),
+    partial_decode_case(9, 40, num_heads=6, num_kv_heads=1, head_size=24, soft_cap=3.0),
+    partial_decode_case(40, 7, int8=True),
+    partial_decode_case(40, 7, fp8=True),
     mla_attend_case(((40, 40), (1, 1), (7, 7)), 4, (128, 64, 128), causal=True),
     mla_attend_case(((150, 150),), 2, (24, 16, 20), causal=True),
     mla_attend_case(((9, 70), (33, 0), (3, 64), (1, 1)), 3, (128, 64, 128), merges=True),

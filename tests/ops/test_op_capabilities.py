@@ -15,6 +15,7 @@ FROM_80 = {
     "silu_mul": {"triton"}, "gelu_mul": {"triton"}, "lora": {"triton"},
     "lora_groups": {"triton"},
     "sigmoid_mul": {"triton"}, "rope_kv_write": {"triton"}, "mla_write": {"triton"},
+    "partial_decode": {"triton"},
     "mla_decode": {"triton"}, "mla_attend": {"triton"}, "quantize_int8": {"triton"},
     "int8_linear": {"gemv", "int_mm", "triton"}, "weight_only_experts": {"triton"},
     "weight_only_linear": {"dequantized", "triton"}, "gated_linear": {"gemv", "small_m"},
@@ -68,10 +69,5 @@ def test_kernels_for_hopper_are_for_hopper_alone(arch, calls):
         for name, impl in op.implementations().items()
         if impl.needs.max_arch and impl.needs.missing() is None
     }
-    hopper = {
-        "experts/hopper fp8 blocks",
-        "experts/hopper mxfp4",
-        "weight_only_experts/hopper",
-        "weight_only_linear/hopper",
-    }
+    hopper = {"experts/hopper mxfp4", "weight_only_experts/hopper", "weight_only_linear/hopper"}
     assert found == (hopper if arch == 90 else set())

@@ -20,6 +20,7 @@ DEFAULTS = {
     "device": "auto",
     "tensor_parallel_size": "1",
     "pipeline_parallel_size": "1",
+    "context_parallel_size": "1",
     "data_parallel_size": "1",
     "moe_expert_parallel_size": "one set, all devices share every expert",
     "moe_tensor_parallel_size": "tensor_parallel_size / moe_expert_parallel_size",

@@ -74,6 +74,11 @@ _DEVICES = (
         "stages of layers, each with tensor_parallel_size GPUs",
     ),
     Flag(
+        "context_parallel_size cp_size",
+        "int",
+        "ranks that share the tokens of each sequence, each with tensor_parallel_size GPUs",
+    ),
+    Flag(
         "data_parallel_size dp_size", "int", "engines behind this port, each with GPUs of its own"
     ),
     Flag("moe_expert_parallel_size ep_size", "int", "expert-parallel groups of these GPUs"),
@@ -163,7 +168,6 @@ _COMPATIBLE = (
     Flag("trust_remote_code", "switch"),
     Flag("custom_tokenizer", "text"),
     Flag("max_beam_width", "int"),
-    Flag("context_parallel_size cp_size", "int"),
     Flag("moe_cluster_parallel_size cluster_size", "int"),
     Flag("gpus_per_node", "int"),
     Flag("otlp_traces_endpoint", "text"),

@@ -1,13 +1,13 @@
-"""`attention_dp_config`, and sizes of parallelism that follow from, or rule out, each other."""
+"""`attention_dp_config` and `cp_config`; sizes of parallelism that follow from, or rule out, each
+other."""
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from penstock.config.base import StrictModel, setting
 from penstock.errors import ConfigError
 
 _MISSING = {
-    "context_parallel_size": "a prompt is not split over ranks yet",
     "moe_cluster_parallel_size": "experts are on the ranks that moe_expert_parallel_size gives "
     "them; there are no clusters",
 }
@@ -35,6 +35,20 @@ class AttentionDpConfig(StrictModel):
     )
 
 
+class CpConfig(StrictModel):
+    cp_type: Literal["HELIX", "RING"] | None = setting(
+        None,
+        "Both are exact, and mean the same here: keys and values are gathered for prompts, and "
+        "decodes attend to the parts of the cache where they are.",
+    )
+    tokens_per_block: int | None = setting(
+        None,
+        "Tokens of a cache block on each rank. It has to be kv_cache_config.tokens_per_block, "
+        "which says the same.",
+        ge=1,
+    )
+
+
 def with_implied_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     """The number of ranks, where only those that share experts are given."""
     sizes = [values.get(f"moe_{kind}_parallel_size") for kind in ("expert", "tensor")]
@@ -42,6 +56,8 @@ def with_implied_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("tensor_parallel_size") is not None or sizes[0] not in given:
         return dict(values)
     implied = given[0] * given[1] if len(given) > 1 else given[0]
+    cp_size = values.get("context_parallel_size")
+    implied = max(1, implied // (cp_size if _is_size(cp_size) else 1))
     return {**values, "tensor_parallel_size": implied}
 
 

@@ -4,6 +4,7 @@ A file's first line, a comment, says what sets it apart; its name ends with the 
 the recipe names one. Knows no command line: what a user gives wins, whatever it came from.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,10 +36,10 @@ class Recipe:
     @property
     def gpus(self) -> str:
         """How many, and of which kind: "8 H200"."""
-        names = ("tensor_parallel_size", "pipeline_parallel_size")
-        num_tp, num_pp = (self.settings.get(name, 1) for name in names)
+        names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+        sizes = [self.settings.get(name, 1) for name in names]
         kind = _GPU.search(self.name)
-        return f"{num_tp * num_pp} {kind[1].upper() if kind else 'of any kind'}"
+        return f"{math.prod(sizes)} {kind[1].upper() if kind else 'of any kind'}"
 
 
 def recipe_names() -> list[str]:

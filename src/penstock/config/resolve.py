@@ -5,7 +5,6 @@ reason. Those of text and HTTP end in `text/chat_format` and `server/api_servers
 Reads no file, no environment and no device; but for the seed, equal inputs give equal outputs.
 """
 
-import math
 import secrets
 from typing import TypeVar
 
@@ -109,14 +108,18 @@ def resolve(
     if draft is not None:
         token_bytes += _cache_bytes_per_token(draft.spec, kv_dtype, mesh.tp)
     kv_block = kv.tokens_per_block * token_bytes
+    block_tokens = kv.tokens_per_block * mesh.cp  # of which each rank has a part
     kv_cpu_bytes = state_cpu_bytes = 0
     if kind == "cpu":
-        kv_cpu_bytes = choices.add("kv_cpu_bytes", _cpu_pool(config, spec, device, kv_block))
+        kv_cpu_bytes = choices.add(
+            "kv_cpu_bytes", _cpu_pool(config, spec, device, kv_block, block_tokens)
+        )
         state_cpu_bytes = _cpu_states(spec, device, max_batch_size, dtype, mesh.tp)
-        pool_tokens = (kv_cpu_bytes // kv_block - 1) * kv.tokens_per_block
+        pool_tokens = (kv_cpu_bytes // kv_block - 1) * block_tokens
         pool = pool_tokens, "what the cache holds; raise kv_cache_config.max_tokens"
     else:
-        pool = _most_cached(spec, device, kv_dtype, mesh.tp), "what the memory of the GPU can cache"
+        most_cached = mesh.cp * _most_cached(spec, device, kv_dtype, mesh.tp)
+        pool = most_cached, "what the memory of the GPU can cache"
     max_seq_len = choices.add("max_seq_len", _max_seq_len(config, spec, pool))
     partial_reuse = choices.add("partial_reuse", _partial_reuse(config))
     max_queued_tokens = choices.add("max_queued_tokens", _queued_tokens(config, max_seq_len))
@@ -139,7 +142,7 @@ def resolve(
         capacity_policy=config.scheduler_config.capacity_scheduler_policy,
         queue_policy=config.scheduler_config.waiting_queue_policy,
         depth=choices.add("depth", _depth(config, kind)),
-        tokens_per_block=kv.tokens_per_block,
+        tokens_per_block=block_tokens,
         block_reuse=kv.enable_block_reuse,
         partial_reuse=partial_reuse,
         kv_dtype=kv_dtype,
@@ -158,7 +161,7 @@ def resolve(
         moe_max_tokens=config.moe_config.max_num_tokens,
         graph_batch_sizes=graph_batch_sizes,
         graph_token_sizes=config.cuda_graph_config.token_sizes(max_num_tokens)
-        if config.cuda_graph_config is not None and graph_batch_sizes
+        if config.cuda_graph_config is not None and graph_batch_sizes and mesh.cp == 1
         else (),
         graph_padding=config.cuda_graph_config is not None
         and config.cuda_graph_config.enable_padding,
@@ -189,7 +192,11 @@ def _device(config: EngineConfig, device: DeviceInfo) -> Reasoned[str]:
 
 def _check_place(config: EngineConfig, place: Place) -> None:
     """A launcher has to start the ranks that the settings want, and no others."""
-    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    tp, pp, cp = (
+        config.tensor_parallel_size,
+        config.pipeline_parallel_size,
+        config.context_parallel_size,
+    )
     way_out = "set launcher to local to start the ranks from here"
     if place.rank:
         raise ConfigError(
@@ -203,10 +210,11 @@ def _check_place(config: EngineConfig, place: Place) -> None:
             f"{place.size} ranks: replicas are on one node, started from here; start one server "
             f"per replica, or {way_out}"
         )
-    if tp * pp != place.size:
+    if config.num_ranks != place.size:
         raise ConfigError(
             f"{place.launcher} has started {place.size} ranks, but tensor_parallel_size {tp} x "
-            f"pipeline_parallel_size {pp} = {tp * pp}; make them equal, or {way_out}"
+            f"pipeline_parallel_size {pp}{f' x context_parallel_size {cp}' if cp > 1 else ''} = "
+            f"{config.num_ranks}; make them equal, or {way_out}"
         )
 
 
@@ -214,7 +222,7 @@ def _check_ranks(
     config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, place: Place | None
 ) -> None:
     """More ranks than GPUs cannot start; on a CPU ranks are processes, for those who ask for it."""
-    size = config.tensor_parallel_size * config.pipeline_parallel_size
+    size = config.num_ranks
     if place is not None:
         _check_place(config, place)
     num_gpus = device.num_devices if device.kind == "cuda" else 0
@@ -232,9 +240,10 @@ def _check_ranks(
         )
     if place is None and not by_ray and size > 1 and size > num_gpus and not on_asked_cpu:
         asked = f"tensor_parallel_size is {size}"
-        if (stages := config.pipeline_parallel_size) > 1:
-            asked = f"tensor_parallel_size {size // stages} x pipeline_parallel_size {stages} = "
-            asked += f"{size} ranks"
+        if (tp := config.tensor_parallel_size) < size:
+            names = ("pipeline_parallel_size", "context_parallel_size")
+            sizes = [f"{name} {n}" for name in names if (n := getattr(config, name)) > 1]
+            asked = " x ".join([f"tensor_parallel_size {tp}", *sizes]) + f" = {size} ranks"
         raise ConfigError(
             f"{asked}, but there are {num_gpus} GPUs; lower it to {max(num_gpus, 1)}"
             + ("" if num_gpus else ", or set device to cpu to run the ranks as CPU processes")
@@ -247,6 +256,7 @@ def _check_ranks(
             + ("" if num_gpus else ", or set device to cpu to run the engines on the CPU")
         )
     _check_stages(config, spec)
+    _check_context(config, spec)
     _check_adapters(config)
     size = config.tensor_parallel_size
     if config.enable_attention_dp:
@@ -292,12 +302,45 @@ def _check_stages(config: EngineConfig, spec: ModelSpec) -> None:
             )
 
 
+def _check_context(config: EngineConfig, spec: ModelSpec) -> None:
+    size, here = config.context_parallel_size, config.kv_cache_config.tokens_per_block
+    if (asked := config.cp_config.tokens_per_block) not in (None, here):
+        raise ConfigError(
+            f"cp_config.tokens_per_block is {asked}, but kv_cache_config.tokens_per_block is "
+            f"{here}; give one of the two"
+        )
+    if size == 1:
+        return
+    if size & (size - 1):
+        raise ConfigError(
+            f"context_parallel_size is {size}; use a power of two, so that blocks fall into equal "
+            "parts"
+        )
+    if config.enable_attention_dp and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"context_parallel_size {size} and enable_attention_dp cannot be combined: one shares "
+            "a sequence among ranks, the other gives ranks sequences of their own; leave one of "
+            "the two out"
+        )
+    if spec.delta is not None:
+        raise ConfigError(
+            f"context_parallel_size is {size}, but the model has recurrent layers, whose states "
+            "cannot be split by tokens; use tensor_parallel_size"
+        )
+    if all(spec.window_of(layer) is not None for layer in range(spec.num_layers)):
+        raise ConfigError(
+            f"context_parallel_size is {size}, but all layers of the model see a window only, "
+            "whose cache is not split; use tensor_parallel_size"
+        )
+
+
 def _check_adapters(config: EngineConfig) -> None:
     if config.lora is None:
         return
     for name, is_asked in (
         ("enable_attention_dp", config.enable_attention_dp and config.tensor_parallel_size > 1),
         ("pipeline_parallel_size", config.pipeline_parallel_size > 1),
+        ("context_parallel_size", config.context_parallel_size > 1),
     ):
         if is_asked:
             raise ConfigError(
@@ -310,8 +353,7 @@ def _num_ranks(config: EngineConfig, place: Place | None) -> int:
     """Of all engines, on this machine."""
     if place is not None:
         return place.local_size
-    sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size)
-    return math.prod(sizes)
+    return config.num_ranks * config.data_parallel_size
 
 
 def _dtype(
@@ -446,7 +488,8 @@ def _moe(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[str]:
 
 def _ep_size(config: EngineConfig, spec: ModelSpec) -> Reasoned[int]:
     """Sets of ranks with other experts; what is not given of the two sizes follows."""
-    tp_size, asked = config.tensor_parallel_size, config.moe_expert_parallel_size
+    cp_size, asked = config.context_parallel_size, config.moe_expert_parallel_size
+    tp_size = config.tensor_parallel_size * cp_size
     moe_tp_size = config.moe_tensor_parallel_size
     if spec.moe is None:
         return 1, "the model has no experts"
@@ -457,8 +500,9 @@ def _ep_size(config: EngineConfig, spec: ModelSpec) -> Reasoned[int]:
     if ep_size * moe_tp_size != tp_size:
         raise ConfigError(
             f"moe_expert_parallel_size {ep_size} x moe_tensor_parallel_size {moe_tp_size} = "
-            f"{ep_size * moe_tp_size} ranks, but tensor_parallel_size is {tp_size}; give one of "
-            "the two, a divisor of it"
+            f"{ep_size * moe_tp_size} ranks, but tensor_parallel_size "
+            + (f"x context_parallel_size = {tp_size}" if cp_size > 1 else f"is {tp_size}")
+            + "; give one of the two, a divisor of it"
         )
     if ep_size > spec.moe.num_experts:
         raise ConfigError(
@@ -475,7 +519,8 @@ def _mesh(config: EngineConfig, spec: ModelSpec) -> Reasoned[MeshShape]:
     if config.enable_attention_dp:
         reason = "enable_attention_dp gives each of tensor_parallel_size ranks its own requests"
         return MeshShape(pp=pp, dp=size, ep=ep_size), f"{reason}; {experts}"
-    return MeshShape(pp=pp, tp=size, ep=ep_size), f"set by tensor_parallel_size; {experts}"
+    mesh = MeshShape(pp=pp, cp=config.context_parallel_size, tp=size, ep=ep_size)
+    return mesh, f"set by tensor_parallel_size; {experts}"
 
 
 def _balance(config: EngineConfig) -> PromptBalance | None:
@@ -542,14 +587,14 @@ def _cpu_states(
 
 
 def _cpu_pool(
-    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, block_bytes: int
+    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, block_bytes: int, block_tokens: int
 ) -> Reasoned[int]:
     """Bytes of the cache on a CPU: modest, unless max_tokens or max_seq_len asks for more."""
     kv = config.kv_cache_config
     most = device.total_bytes // 2
 
     def pool(num_tokens: int) -> int:
-        return (-(-num_tokens // kv.tokens_per_block) + 1) * block_bytes  # block 0 is reserved
+        return (-(-num_tokens // block_tokens) + 1) * block_bytes  # block 0 is reserved
 
     if kv.max_tokens is not None:
         wanted = pool(kv.max_tokens)
@@ -745,6 +790,8 @@ def _mixes(
     config: EngineConfig, graph_batch_sizes: tuple[int, ...], max_rows: int, max_num_tokens: int
 ) -> tuple[tuple[Mix, ...], tuple[Mix, ...]]:
     if config.cuda_graph_config is None or not graph_batch_sizes:
+        return (), ()
+    if config.context_parallel_size > 1:  # the host says who has which tokens of a prompt
         return (), ()
     return config.cuda_graph_config.mixes(max_rows, max_num_tokens)
 

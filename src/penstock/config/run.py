@@ -95,7 +95,7 @@ class RunConfig:
     chunked_prefill: bool
     capacity_policy: CapacityPolicy
     depth: int  # steps in flight: 1 synchronous, 2 overlapped
-    tokens_per_block: int
+    tokens_per_block: int  # of all context-parallel ranks, each of which has a part
     block_reuse: bool
     partial_reuse: bool
     kv_dtype: str

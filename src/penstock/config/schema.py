@@ -28,6 +28,7 @@ from penstock.config.messages import explain
 from penstock.config.moe import MoeConfig
 from penstock.config.parallel import (
     AttentionDpConfig,
+    CpConfig,
     check_sizes,
     with_implied_sizes,
     with_launcher,
@@ -234,6 +235,16 @@ class EngineConfig(StrictModel):
         le=1024,
         status="beta",
     )
+    context_parallel_size: int = setting(
+        1,
+        "Number of ranks that share the tokens of each sequence, a power of two: each runs a part "
+        "of a prompt and holds such a part of the KV cache. Each of them is tensor_parallel_size "
+        "devices.",
+        ge=1,
+        le=64,
+        status="beta",
+    )
+    cp_config: CpConfig = setting(CpConfig(), "How, with context_parallel_size.", status="beta")
     data_parallel_size: int = setting(
         1,
         "Number of engines behind this port, each with the whole model on tensor_parallel_size "
@@ -423,6 +434,12 @@ class EngineConfig(StrictModel):
         for line in warnings:
             _logger.warning("%s", line)
         return config
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one engine."""
+        stage = self.tensor_parallel_size * self.context_parallel_size
+        return stage * self.pipeline_parallel_size
 
     @property
     def lora(self) -> LoraConfig | None:

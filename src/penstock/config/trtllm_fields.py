@@ -86,6 +86,7 @@ def _section(name: str, ruling: Ruling, children: Mapping[str, Ruling] | str) ->
     return {name: ruling} | {f"{name}.{child}": value for child, value in children.items()}
 
 
+_NO_ALL_TO_ALL = "what ranks found for a decode is gathered in one message, not exchanged"
 _NO_RAY = rejected(
     "with Ray a rank is a process with one bundle of a packed placement group; leave it out", None
 )
@@ -136,7 +137,7 @@ _MODEL = {
 _PARALLEL = {
     "tensor_parallel_size": SUPPORTED,
     "pipeline_parallel_size": SUPPORTED,
-    "context_parallel_size": rejected("a prompt is not split over GPUs yet", 1),
+    "context_parallel_size": SUPPORTED,
     "gpus_per_node": ignored("the number of GPUs is found at start"),
     "moe_tensor_parallel_size": SUPPORTED,
     "moe_expert_parallel_size": SUPPORTED,
@@ -163,8 +164,13 @@ _PARALLEL = {
     "pp_partition": rejected("layers are split into stages as equal as may be"),
     **_section(
         "cp_config",
-        ignored("a prompt is not split over GPUs yet"),
-        "cp_type tokens_per_block use_nccl_for_alltoall fifo_version cp_anchor_size block_size",
+        Ruling(Verdict.SUPPORTED, kind=Kind("cp_type", "", ("HELIX", "RING"))),
+        dict.fromkeys(("cp_type", "tokens_per_block"), SUPPORTED)
+        | dict.fromkeys(("use_nccl_for_alltoall", "fifo_version"), ignored(_NO_ALL_TO_ALL))
+        | dict.fromkeys(
+            ("cp_anchor_size", "block_size"),
+            rejected("it belongs to STAR, which is not exact; leave it out"),
+        ),
     ),
     "allreduce_strategy": ignored("the reduction is chosen automatically", "AUTO"),
     "dwdp_config": ignored("weights stay on the GPU that loaded them"),

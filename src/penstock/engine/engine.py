@@ -238,7 +238,8 @@ class Engine:
             add("state_slots", *loaded.memory.states_in_words(cache))
         settings = {k: v for k, v in asdict(config).items() if k != "choices"}
         mesh = config.mesh  # with the sizes as flags call them: attention DP is within the tp_size
-        settings |= {"tp_size": mesh.stage_size, "pp_size": mesh.pp, "ep_size": mesh.ep}
+        settings |= {"tp_size": mesh.dp * mesh.tp, "pp_size": mesh.pp, "cp_size": mesh.cp}
+        settings["ep_size"] = mesh.ep
         settings["dp_size"] = settings.pop("num_replicas")
         return EngineInfo(
             max_seq_len=max_seq_len,

@@ -4,6 +4,7 @@ Knows the processes and their addresses, not what is said to them (see `client`)
 processes are started before this one imports the rest of what it needs.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -36,6 +37,7 @@ class EngineHandle:
         self.socket_folder = private_folder()
         self.addresses = [address(self.socket_folder, "engine") for _ in range(num_engines)]
         self._task: dict[str, Any] = {}
+        self._num_gpus = 1  # of each engine
         self._children: dict[int, Child] = {}
         self._spawned_at = [0.0] * num_engines
         self._num_restarts = [0] * num_engines
@@ -57,6 +59,8 @@ class EngineHandle:
             "config": dict(config),
             "begun_at": time.time() if begun_at is None else begun_at,
         }
+        axes = ("tensor", "pipeline", "context")
+        self._num_gpus = math.prod(config.get(f"{axis}_parallel_size", 1) for axis in axes)
         for index in range(len(self.addresses)):
             self._spawn(index)
 
@@ -112,7 +116,7 @@ class EngineHandle:
             name, env = "engine", {}
             if len(self.addresses) > 1:
                 name = f"engine {index}"
-                env = own_gpus(index, self._task["config"]["tensor_parallel_size"])
+                env = own_gpus(index, self._num_gpus)
             self._children[index] = Child(
                 ENGINE_MODULE, task, name, lambda code: self._ended(index, code), env=env
             )

@@ -51,6 +51,7 @@ class ForwardBatch:
     plans: dict[Any, Any] = field(default_factory=dict)  # worked out by one layer for those behind
     # host; of the entries behind the decodes: tokens before T. None: only the device knows
     cached_lens: tuple[int, ...] | None = None
+    chunk_lens: tuple[int, ...] | None = None  # of the same entries: tokens in T
     drafted: DraftedSpans | None = None  # None: no token was drafted, or no layer has a state
     adapters: AdapterTokens | None = None  # None: no token has one
     # host; tokens of each rank that shares MLPs with this one. None: as many as here

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from penstock.kernels.activation import sigmoid_mul
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
-from penstock.kernels.formats import Activation, Fp8, Fp8Static, InputFormat
+from penstock.kernels.attention.partial import partial_decode
+from penstock.kernels.formats import Activation, Fp8, Fp8Static, InputFormat, num_rows
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.rope import rope_kv_write
 from penstock.layers.cached import CachedLayer
 from penstock.layers.context import LayerContext
+from penstock.layers.context_parallel import ContextRanks, Tensors
 from penstock.layers.fused_quant import converted
 from penstock.layers.linear import QKVLinear, RowLinear
 from penstock.layers.norm import RMSNorm
@@ -113,9 +115,11 @@ class Attention(CachedLayer):
             self.sinks = new_parameter(
                 (heads.size,), torch.float32, build.device, (Piece((shard,)),), typical=(0.0, 1.0)
             )
-        self.k_cache_BKSD: Tensor | None = None
-        self.v_cache_BKSD: Tensor | None = None
-        self.token_scales: CacheScales | None = None  # of an int8 cache
+        self.context = ContextRanks(build)
+        self.partial_op = (
+            partial_decode.reference if build.attention.name == "reference" else partial_decode
+        )
+        self.planes: Tensors = ()  # of keys and values; of an int8 cache also their scales
 
     def finish(self) -> None:
         """After loading: scales become numbers, that of keys a factor of the scores' scale."""
@@ -132,52 +136,88 @@ class Attention(CachedLayer):
         )
 
     def bind_cache(self, *planes: Tensor) -> None:
-        self.k_cache_BKSD, self.v_cache_BKSD, *scales = planes
-        self.token_scales = CacheScales(*scales) if scales else None
+        self.planes = planes
 
     def input_format(self, num_tokens: int) -> InputFormat:
         return self.qkv_proj.input_format(num_tokens)
 
     def forward(self, x_TC: Activation, batch: ForwardBatch) -> Tensor:
-        assert self.k_cache_BKSD is not None and self.v_cache_BKSD is not None, "cache not bound"
-        batch = batch.of_group(self.group)
-        qkv_TND = self.qkv_proj(x_TC, batch).view(batch.num_tokens, -1, self.head_size)
-        q_THD = rope_kv_write(
-            qkv_TND,
-            self.q_norm.weight if self.q_norm is not None else self.norm_ones,
-            self.k_norm.weight if self.k_norm is not None else self.norm_ones,
-            self.qk_norm_eps,
-            self.rope.cos_sin_PR,
-            batch.positions_T,
-            self.k_cache_BKSD,
-            self.v_cache_BKSD,
-            batch.slots_T,
-            *self.cache_scales,
-            self.gated,
-            *(self.token_scales or ()),
-        )
-        if self.query_growth is not None:
-            q_THD = _grown(q_THD, batch.positions_T, self.query_growth)
-        wanted = self.o_proj.input_format(batch.num_tokens)
+        assert self.planes, "cache not bound"
+        batch, num_tokens = batch.of_group(self.group), num_rows(x_TC)
+        qkv_TND = self.qkv_proj(x_TC, batch).view(num_tokens, -1, self.head_size)
+        wanted = self.o_proj.input_format(num_tokens)
         out_scale_1 = None
-        if isinstance(wanted, Fp8Static) and not self.gated:
-            out_scale_1 = wanted.scale_1
-        out_THD = self.backend.attend(
-            q_THD,
-            self.k_cache_BKSD,
-            self.v_cache_BKSD,
-            batch,
-            self.params,
-            self.sinks,
-            self.token_scales,
-            out_scale_1,
-        )
+        if self.context.size > 1:
+            out_THD = self.context.attend(self, (qkv_TND,), batch)
+        else:
+            if isinstance(wanted, Fp8Static) and not self.gated:
+                out_scale_1 = wanted.scale_1
+            queries = self.write((qkv_TND,), batch.positions_T, self.planes, batch.slots_T)
+            out_THD = self.attend(queries, self.planes, batch, out_scale_1)
         if self.gated:
             out_THD = sigmoid_mul(out_THD, qkv_TND[:, 1 : 2 * self.num_heads : 2])
         out_TD = out_THD.flatten(1)
         if out_scale_1 is not None:
             return self.o_proj(Fp8(out_TD, out_scale_1), batch)
         return self.o_proj(converted(out_TD, wanted), batch)
+
+    def write(
+        self, inputs: Tensors, positions_T: Tensor, planes: Tensors, slots_T: Tensor
+    ) -> Tensors:
+        (qkv_TND,) = inputs
+        k_cache_BKSD, v_cache_BKSD, *token_scales = planes
+        q_THD = rope_kv_write(
+            qkv_TND,
+            self.q_norm.weight if self.q_norm is not None else self.norm_ones,
+            self.k_norm.weight if self.k_norm is not None else self.norm_ones,
+            self.qk_norm_eps,
+            self.rope.cos_sin_PR,
+            positions_T,
+            k_cache_BKSD,
+            v_cache_BKSD,
+            slots_T,
+            *self.cache_scales,
+            self.gated,
+            *token_scales,
+        )
+        if self.query_growth is not None:
+            q_THD = _grown(q_THD, positions_T, self.query_growth)
+        return (q_THD,)
+
+    def attend(
+        self,
+        queries: Tensors,
+        planes: Tensors,
+        batch: ForwardBatch,
+        out_scale_1: Tensor | None = None,
+    ) -> Tensor:
+        (q_THD,), (k_cache_BKSD, v_cache_BKSD, *token_scales) = queries, planes
+        return self.backend.attend(
+            q_THD,
+            k_cache_BKSD,
+            v_cache_BKSD,
+            batch,
+            self.params,
+            self.sinks,
+            CacheScales(*token_scales) if token_scales else None,
+            out_scale_1,
+        )
+
+    def attend_part(
+        self, queries: Tensors, batch: ForwardBatch, kv_lens_N: Tensor, max_kv_len: int
+    ) -> tuple[Tensor, Tensor]:
+        (q_NHD,), (k_cache_BKSD, v_cache_BKSD, *token_scales) = queries, self.planes
+        return self.partial_op(
+            q_NHD,
+            k_cache_BKSD,
+            v_cache_BKSD,
+            batch.rows_N,
+            kv_lens_N,
+            batch.block_table_RM,
+            replace(self.params, window=None, has_chunks=False),
+            max_kv_len,
+            *token_scales,
+        )
 
 
 def _grown(q_THD: Tensor, positions_T: Tensor, growth: QueryGrowth) -> Tensor:

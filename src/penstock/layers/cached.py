@@ -10,6 +10,7 @@ from penstock.types.cache_spec import CacheSpec
 
 class CachedLayer(nn.Module, ABC):
     group = 0  # of layers that remember alike; tells its blocks in a batch
+    num_parts = 1  # ranks that share the tokens of each of its blocks
     # Cached tokens before a chunk that a CUDA graph holds; None: any number.
     max_captured_prefix: int | None = None
 

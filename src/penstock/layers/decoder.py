@@ -18,6 +18,7 @@ from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.attention import Attention
 from penstock.layers.cached import CachedLayer
 from penstock.layers.context import LayerContext
+from penstock.layers.context_parallel import ContextRanks
 from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP, SquaredReluMLP
@@ -65,13 +66,13 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        wanted = self.attention.input_format(batch.num_tokens)
+        wanted = self.attention.input_format(x_TD.shape[0])
         x_TD, residual_TD = self.input_norm(x_TD, residual_TD, wanted)
         x_TD = self.attention(x_TD, batch)
         if self.attention_out_norm is not None:
             x_TD = self.attention_out_norm(x_TD)
         wanted = self.mlp.input_format(self.exchange.num_tokens(batch))
-        x_TD, residual_TD = self.post_norm(x_TD, residual_TD, self.exchange.sent_as(wanted))
+        x_TD, residual_TD = self.post_norm(x_TD, residual_TD, self.exchange.sent_as(wanted, batch))
         x_SD = self.exchange.gather(x_TD, wanted, batch)
         x_TD = self.exchange.scatter(self.mlp(x_SD, batch), batch)
         return x_TD if self.mlp_out_norm is None else self.mlp_out_norm(x_TD), residual_TD
@@ -128,6 +129,7 @@ class Decoder(nn.Module):
             for kind in {spec.rope_of(layer): None for layer in range(spec.num_layers)}
         }
         self.stage = Stage(build.mesh, spec.num_layers)
+        self.context = ContextRanks(build)
         self._hidden = spec.hidden_size, build.dtype, build.device
         # What other stages have is named here, too, so that names are those of the whole model.
         self.embed = cast(VocabEmbedding, Elsewhere())
@@ -190,16 +192,18 @@ class Decoder(nn.Module):
                 found[index] = x_TD + residual_TD
         if not self.stage.is_last:
             self.stage.send(x_TD if residual_TD is None else x_TD + residual_TD)
+            x_TD = x_TD.new_empty(batch.num_tokens, x_TD.shape[1])
             return x_TD, x_TD
         x_TD, _ = self.norm(x_TD, residual_TD)
+        x_TD = self.context.all(x_TD, batch)
         return x_TD, torch.cat([found[index] for index in wanted], dim=-1) if found else x_TD
 
     def _first(self, batch: ForwardBatch) -> Tensor:
         """What the first layer of this stage is given."""
         if self.stage.is_first:
-            return self.embedded(batch.input_ids_T)
+            return self.context.own(self.embedded(batch.input_ids_T), batch)
         size, dtype, device = self._hidden
-        return self.stage.receive((batch.num_tokens, size), dtype, device)
+        return self.stage.receive((self.context.num_own(batch), size), dtype, device)
 
     def embedded(self, ids_T: Tensor) -> Tensor:
         x_TD = self.embed(ids_T)

@@ -19,10 +19,11 @@ from penstock.kernels.attention.mla import (
     prefill,
     prefill_plan,
 )
-from penstock.kernels.formats import Activation, InputFormat
+from penstock.kernels.formats import Activation, InputFormat, num_rows
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.cached import CachedLayer
 from penstock.layers.context import LayerContext
+from penstock.layers.context_parallel import ContextRanks, Tensors
 from penstock.layers.fused_quant import converted, normed
 from penstock.layers.linear import ColumnLinear, Linear, RowLinear
 from penstock.layers.norm import RMSNorm
@@ -95,8 +96,10 @@ class LatentAttention(CachedLayer):
         by_reference = build.attention.name == "reference"
         self.decode_op = mla_decode.reference if by_reference else mla_decode
         self.attend_op = mla_attend.reference if by_reference else mla_attend
+        self.context = ContextRanks(build)
+        self.sinks: Tensor | None = None
         self.weight_HEC: Tensor | None = None
-        self.cache_BSA: Tensor | None = None
+        self.planes: Tensors = ()
 
     def finish(self) -> None:
         """After loading: the matrices of keys and values become plain numbers, however they were
@@ -113,47 +116,53 @@ class LatentAttention(CachedLayer):
         )
 
     def bind_cache(self, *planes: Tensor) -> None:
-        (self.cache_BSA,) = planes
+        self.planes = planes
 
     def input_format(self, num_tokens: int) -> InputFormat:
         return self.qkv_a_proj.input_format(num_tokens)
 
     def forward(self, x_TM: Activation, batch: ForwardBatch) -> Tensor:
-        assert self.cache_BSA is not None, "cache not bound"
-        batch = batch.of_group(self.group)
+        assert self.planes, "cache not bound"
+        batch, num_tokens = batch.of_group(self.group), num_rows(x_TM)
         q_TQ, kv_TA = self.qkv_a_proj(x_TM, batch).split(self.widths, dim=1)
         if self.latent.q_rank is not None:
-            wanted = self.q_b_proj.input_format(batch.num_tokens)
+            wanted = self.q_b_proj.input_format(num_tokens)
             latent_TQ, _ = normed(q_TQ, None, self.q_norm.weight, self.q_norm.eps, wanted)
             q_TQ = self.q_b_proj(latent_TQ, batch)
         q_THD, q_THR = q_TQ.unflatten(1, (self.num_heads, self.head_size)).split(
             (self.latent.nope_size, self.latent.rope_size), dim=2
         )
-        q_THR, kv_TA = mla_write(
+        if self.context.size > 1:
+            out_THV = self.context.attend(self, (q_THD, q_THR, kv_TA), batch)
+        else:
+            inputs = q_THD, q_THR, kv_TA
+            queries = self.write(inputs, batch.positions_T, self.planes, batch.slots_T)
+            out_THV = self.attend(queries, self.planes, batch)
+        wanted = self.o_proj.input_format(num_tokens)
+        return self.o_proj(converted(out_THV.flatten(1), wanted), batch)
+
+    def write(
+        self, inputs: Tensors, positions_T: Tensor, planes: Tensors, slots_T: Tensor
+    ) -> Tensors:
+        q_THD, q_THR, kv_TA = inputs
+        (cache_BSA,) = planes
+        rotated = mla_write(
             q_THR,
             kv_TA,
             self.kv_norm.weight,
             self.kv_norm.eps,
             self.rope.cos_sin_PR,
-            batch.positions_T,
-            self.cache_BSA,
-            batch.slots_T,
+            positions_T,
+            cache_BSA,
+            slots_T,
             self.latent.is_interleaved,
         )
-        out_THV = self._attend(q_THD, q_THR, kv_TA, self.cache_BSA, batch)
-        wanted = self.o_proj.input_format(batch.num_tokens)
-        return self.o_proj(converted(out_THV.flatten(1), wanted), batch)
+        return q_THD, *rotated
 
-    def _attend(
-        self,
-        q_THD: Tensor,
-        q_THR: Tensor,
-        kv_TA: Tensor,
-        cache_BSA: Tensor,
-        batch: ForwardBatch,
-    ) -> Tensor:
+    def attend(self, queries: Tensors, planes: Tensors, batch: ForwardBatch) -> Tensor:
         """Decodes, whose tokens are the first, and then the others."""
         assert self.weight_HEC is not None, "not finished"
+        (q_THD, q_THR, kv_TA), (cache_BSA,) = queries, planes
         num_decodes, outputs = batch.num_decodes, []
         if num_decodes:
             outputs.append(
@@ -195,6 +204,16 @@ class LatentAttention(CachedLayer):
             outputs.append(out_THV)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def attend_part(
+        self, queries: Tensors, batch: ForwardBatch, kv_lens_N: Tensor, max_kv_len: int
+    ) -> tuple[Tensor, Tensor]:
+        (q_NHD, q_NHR, _), (cache_BSA,) = queries, self.planes
+        lse_NH = torch.empty(q_NHD.shape[:2], dtype=torch.float32, device=q_NHD.device)
+        out_NHV = self._absorbed(
+            q_NHD, q_NHR, cache_BSA, batch.rows_N, kv_lens_N, batch, max_kv_len, lse_NH
+        )
+        return out_NHV, lse_NH
+
     def _absorbed(
         self,
         q_NHD: Tensor,
@@ -203,8 +222,10 @@ class LatentAttention(CachedLayer):
         rows_N: Tensor,
         kv_lens_N: Tensor,
         batch: ForwardBatch,
+        max_kv_len: int | None = None,
+        lse_NH: Tensor | None = None,
     ) -> Tensor:
-        """One query per entry over the cached latents themselves."""
+        """One query per entry over the cached latents themselves; see `mla_decode`."""
         assert self.weight_HEC is not None
         keys_HDC, values_HVC = self.weight_HEC.split(
             (self.latent.nope_size, self.latent.value_size), dim=1
@@ -217,6 +238,7 @@ class LatentAttention(CachedLayer):
             kv_lens_N,
             batch.block_table_RM,
             self.scale,
-            batch.max_kv_len,
+            max_kv_len or batch.max_kv_len,
+            lse_NH,
         )
         return torch.bmm(out_NHC.transpose(0, 1), values_HVC.transpose(1, 2)).transpose(0, 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.context import LayerContext
+from penstock.layers.context_parallel import ContextRanks
 from penstock.layers.fused_quant import converted
 from penstock.parallel.collectives import all_reduce, gather_tokens, scatter_sums
 
@@ -18,7 +19,8 @@ from penstock.parallel.collectives import all_reduce, gather_tokens, scatter_sum
 class TokenExchange:
     def __init__(self, build: LayerContext) -> None:
         self._tokens = build.mesh.role("tokens")
-        self._ranks = build.mesh.role("attention")
+        self._copies = build.mesh.role("copies")
+        self._context = ContextRanks(build)
 
     def num_tokens(self, batch: ForwardBatch) -> int:
         """That the MLP sees."""
@@ -26,11 +28,15 @@ class TokenExchange:
             return sum(batch.rank_tokens)
         return self._tokens.size * batch.num_tokens
 
-    def sent_as(self, wanted: InputFormat) -> InputFormat:
+    def sent_as(self, wanted: InputFormat, batch: ForwardBatch) -> InputFormat:
         """The form in front of the exchange, for an MLP that wants another one behind it."""
-        return wanted if self._tokens.group is None else PLAIN
+        is_sent = self._tokens.group is not None or self._context.splits(batch)
+        return PLAIN if is_sent else wanted
 
     def gather(self, x_TD: Activation, wanted: InputFormat, batch: ForwardBatch) -> Activation:
+        if self._context.splits(batch):
+            assert isinstance(x_TD, Tensor)
+            return converted(self._context.gather(x_TD, batch), wanted)
         if self._tokens.group is None:
             return x_TD
         assert isinstance(x_TD, Tensor)
@@ -38,5 +44,7 @@ class TokenExchange:
 
     def scatter(self, y_SD: Tensor, batch: ForwardBatch) -> Tensor:
         """`y_SD`: this rank's part of the sums."""
+        if self._context.splits(batch):
+            return self._context.scatter(y_SD, batch)
         y_TD = scatter_sums(y_SD, self._tokens, batch.rank_tokens)
-        return all_reduce(y_TD, self._ranks)
+        return all_reduce(y_TD, self._copies)

@@ -60,6 +60,26 @@ def gather_tokens(x_TD: Tensor, role: RoleGroup, counts_R: Sequence[int] | None)
     return torch.cat([x_PD[:num] for x_PD, num in zip(gathered_RPD, counts_R, strict=True)])
 
 
+def gather_packed(
+    parts: Sequence[Tensor], role: RoleGroup, counts_R: Sequence[int] | None
+) -> list[Tensor]:
+    """The same of several tensors [T, ...] of the same tokens, of any dtypes, in one message."""
+    if _is_alone(role):
+        return list(parts)
+    as_bytes = [part.flatten(1).view(torch.uint8) for part in parts]
+    gathered = gather_tokens(torch.cat(as_bytes, dim=1), role, counts_R)
+    by_part = gathered.split([own.shape[1] for own in as_bytes], dim=1)
+    return [
+        own.contiguous().view(part.dtype).unflatten(1, part.shape[1:])
+        for own, part in zip(by_part, parts, strict=True)
+    ]
+
+
+def gather_blocks(blocks_B: Tensor, role: RoleGroup, out_XB: Tensor) -> None:
+    """`out` becomes the blocks of all ranks, rank after rank; all have as many."""
+    _gather(out_XB.view(torch.uint8), blocks_B.view(torch.uint8), group=role.group)
+
+
 def scatter_sums(y_SD: Tensor, role: RoleGroup, counts_R: Sequence[int] | None) -> Tensor:
     """The way back: the sum over the ranks, of this rank's own tokens."""
     if _is_alone(role):

@@ -1,8 +1,9 @@
 """`RankMesh`: one rank's place in the mesh of named axes. Starts and ends the process groups.
 
-Layers ask for a role, never for tensor parallelism; a role is a set of axes. Attention and the
-vocabulary are sharded over tp. MLPs and experts are sharded over all ranks of a stage: where these
-have other tokens (dp), the tokens of all come together in front of an MLP and part behind it.
+Layers ask for a role, never for tensor parallelism; a role is a set of axes. Attention is sharded
+over tp, the vocabulary over cp and tp. MLPs and experts are sharded over all ranks of a stage:
+where these have other tokens (dp, and cp in prompts), the tokens of all come together in front of
+an MLP and part behind it.
 """
 
 import os
@@ -19,12 +20,15 @@ from penstock.types.mesh import ATTENTION_AXES, EXPERT_AXES, MeshShape
 
 ROLES = {
     "attention": ("tp",),
-    "vocab": ("tp",),
+    "vocab": ("cp", "tp"),
     "mlp": ATTENTION_AXES,
     "experts": EXPERT_AXES,
     "tokens": ("dp",),  # ranks with tokens of their own
+    "context": ("cp",),  # ranks that share the tokens of a sequence
+    "copies": ("cp", "tp"),  # ranks that decode the same tokens
 }
-_SENDING = ("attention", "vocab", "tokens")  # roles whose ranks send each other anything
+# Roles whose ranks send each other anything.
+_SENDING = ("attention", "vocab", "tokens", "context", "copies")
 _START_TIMEOUT = timedelta(minutes=10)
 
 
@@ -127,18 +131,16 @@ def use_interface(name: str | None, is_asked: bool) -> None:
 
 def _meet(mesh: RankMesh, lone_roles: Collection[str]) -> dict[str, RoleGroup]:
     """The roles that send, with their process groups; every rank makes all of them, in order."""
-    made: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
     found = {}
     for role in _SENDING:
         own = mesh.role(role)
         if own.size == 1 and role not in lone_roles:
             continue
-        axes = ROLES[role]
-        if axes not in made:
-            made[axes] = dist.group.WORLD
+        groups = mesh.shape.groups(ROLES[role])
+        if groups not in made:
+            made[groups] = dist.group.WORLD
             if own.size < mesh.shape.size:
-                made[axes], _ = dist.new_subgroups_by_enumeration(
-                    [list(ranks) for ranks in mesh.shape.groups(axes)]
-                )
-        found[role] = RoleGroup(own.size, own.rank, made[axes])
+                made[groups], _ = dist.new_subgroups_by_enumeration(list(map(list, groups)))
+        found[role] = RoleGroup(own.size, own.rank, made[groups])
     return found

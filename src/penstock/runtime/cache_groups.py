@@ -12,6 +12,7 @@ from penstock.layers.cached import CachedLayer
 from penstock.types.cache_spec import (
     CacheSpec,
     FullKV,
+    LatentKV,
     RecurrentState,
     block_bytes,
     window_blocks_needed,
@@ -93,6 +94,13 @@ def group_layers(layers: Sequence[CachedLayer], config: RunConfig) -> tuple[Laye
     specs = [
         replace(spec, window=None)
         if isinstance(spec, FullKV) and (is_idle or (spec.window or 0) >= config.max_seq_len)
+        else spec
+        for spec in specs
+    ]
+    # A window is short: every rank that shares a sequence's tokens keeps all of it.
+    specs = [
+        replace(spec, num_parts=config.mesh.cp)
+        if isinstance(spec, FullKV | LatentKV) and _keeps_all(spec)
         else spec
         for spec in specs
     ]

@@ -73,7 +73,7 @@ class CompileTask(msgspec.Struct, frozen=True, kw_only=True):
 
 def stand_by(config: EngineConfig) -> ForkedWorkers | None:
     """Workers that wait; forked before this process has threads or a CUDA context. None: no use."""
-    if config.device == "cpu" or torch.version.cuda is None or config.tensor_parallel_size > 1:
+    if config.device == "cpu" or torch.version.cuda is None or config.num_ranks > 1:
         return None
     if _num_cpus() < _MIN_CPUS:
         return None

@@ -100,10 +100,13 @@ class Rows:
         max_drafts: int = 0,
         fields: Sequence[BatchField] = (),
         num_positions: int | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         """`groups`: of each cache group, whether blocks hold `block_size` tokens; else one holds
         the whole sequence, and a token's slot is that block. `fields`: of features.
-        `num_positions`: that a token may have, where that is less than its row has blocks for."""
+        `num_positions`: that a token may have, where that is less than its row has blocks for.
+        `part`: which of how many equal parts of each block of group 0 is here; tokens of the others
+        are written to the padding block."""
         self.device = device
         self.num_positions = num_positions or max_blocks * block_size
         self.block_size = block_size
@@ -118,6 +121,7 @@ class Rows:
             for is_paged in groups
         ]
         self._is_paged = tuple(groups)
+        self._part, self._num_parts = part
         self._fields = tuple(fields)
         # Numbers that a decode graph takes of each token. Recurrent layers look at host numbers
         # where there are drafts, so that no graph can hold such a step.
@@ -158,6 +162,7 @@ class Rows:
             max_query_len=int(plan.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[plan.num_decodes :].tolist()),
+            chunk_lens=tuple(plan.num_tokens[plan.num_decodes :].tolist()),
             rows=plan.rows,
             is_grown=is_grown,
         )
@@ -193,6 +198,7 @@ class Rows:
             max_query_len=int(tokens.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[num_decodes:].tolist()),
+            chunk_lens=tuple(counts[num_decodes:].tolist()),
             rows=plan.rows,
             is_grown=is_grown,
             drafted=None
@@ -270,6 +276,7 @@ class Rows:
         max_query_len: int,
         max_kv_len: int,
         cached_lens: tuple[int, ...] | None = None,
+        chunk_lens: tuple[int, ...] | None = None,
         rows: Int32s | None = None,
         is_grown: bool = False,
         drafted: DraftedSpans | None = None,
@@ -312,6 +319,7 @@ class Rows:
                 max_query_len=max_query_len,
                 max_kv_len=max_kv_len,
                 cached_lens=cached_lens,
+                chunk_lens=chunk_lens,
                 drafted=drafted,
             ),
             rows,
@@ -343,11 +351,13 @@ class Rows:
         grow by the one that is not drafted.
         """
         index_N = rows_N.long()
+        grown = index_N
         if offsets_N is None:
             input_ids_N, positions_N, kv_lens_N, slots_N = decode_inputs(
                 rows_N, self.last_tokens_R, self.lengths_R, self.block_tables[0], self.block_size
             )
-            grown = index_N
+            if self._num_parts > 1:
+                slots_N = self._slots(0, index_N, positions_N)
         else:
             input_ids_N = self._ids_behind(index_N, offsets_N)
             positions_N = (self.lengths_R[index_N] + offsets_N).long()
@@ -469,7 +479,12 @@ class Rows:
         if not self._is_paged[group]:
             return table_RM[rows_T, 0].long()
         blocks_T = table_RM[rows_T, positions_T // self.block_size].long()
-        return blocks_T * self.block_size + positions_T % self.block_size
+        offsets_T = positions_T % self.block_size
+        if group or self._num_parts == 1:
+            return blocks_T * self.block_size + offsets_T
+        here = self.block_size // self._num_parts
+        slots_T = blocks_T * here + offsets_T % here
+        return torch.where(offsets_T // here == self._part, slots_T, 0)
 
     def accept(self, rows_L: Tensor, token_ids_L: Tensor) -> None:
         """The sampled tokens are what these rows feed next."""

@@ -33,7 +33,7 @@ class KVTensors:
                     for p in shapes
                 ]
                 for at, layer in enumerate(part.layers):
-                    layer.group = number
+                    layer.group, layer.num_parts = number, getattr(part.spec, "num_parts", 1)
                     layer.bind_cache(*(plane_LB[at] for plane_LB in planes))
                 self._groups[-1] += planes
         # Of each group; none where nothing is swapped out.

@@ -14,6 +14,7 @@ from penstock.types.cache_spec import (
     DTYPE_BYTES,
     RESERVED_BLOCKS,
     CacheSize,
+    block_bytes,
     state_blocks_needed,
 )
 from penstock.types.model_spec import ModelSpec
@@ -79,6 +80,7 @@ def make_plan(
     asked = None
     if config.kv_max_tokens is not None:
         asked = -(-config.kv_max_tokens // config.tokens_per_block) + RESERVED_BLOCKS
+    activations += _gathered_bytes(config, groups)
     graphs, left = 0, max(0, free - activations)
     if config.device == "cpu":
         for_states = min(config.state_cpu_bytes, left // 2)
@@ -128,6 +130,17 @@ def make_plan(
         states=states,
         process=process,
     )
+
+
+def _gathered_bytes(config: RunConfig, groups: Sequence[LayerGroup]) -> int:
+    """With context parallelism: keys and values of a layer that come from all ranks for prompts,
+    with what this rank sends. As many as a sequence may have, and twice those of a step."""
+    if (size := config.mesh.cp) == 1:
+        return 0
+    num_cached = -(-config.max_seq_len // config.tokens_per_block)
+    num_new = -(-config.max_num_tokens // config.tokens_per_block)
+    part = max(block_bytes(part.spec, config.tokens_per_block) for part in groups[0].parts)
+    return part * ((size + 1) * num_cached + 2 * size * num_new)
 
 
 def _graph_bytes(config: RunConfig, activations: int, num_layers: int) -> int:

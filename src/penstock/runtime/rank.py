@@ -135,6 +135,7 @@ def wire_runner(
         config.max_drafts,
         fields,
         num_positions,
+        (mesh.role("context").rank, mesh.role("context").size),
     )
     drafter = make_drafter(config, model, rows, device)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)

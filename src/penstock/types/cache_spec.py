@@ -1,6 +1,7 @@
 """What one layer must remember. Layers with equal specs share a cache group.
 
-A layer's memory is one or more planes, each of them blocks of the same shape.
+A layer's memory is one or more planes, each of them blocks of the same shape. With context
+parallelism rank r has the r-th of the equal parts of a block's tokens.
 """
 
 import math
@@ -33,9 +34,11 @@ class FullKV:
     head_size: int
     dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn", "int8"
     window: int | None = None
+    num_parts: int = 1  # ranks that share the tokens of a block
 
     def planes(self, block_size: int) -> tuple[Plane, ...]:
         """Keys, values; of integers also the scales of both."""
+        block_size //= self.num_parts
         numbers = Plane((self.num_kv_heads, block_size, self.head_size), self.dtype)
         scales = Plane((self.num_kv_heads, block_size), "float32")
         return (numbers, numbers, scales, scales) if self.dtype == "int8" else (numbers, numbers)
@@ -52,8 +55,10 @@ class LatentKV:
     latent_size: int
     rope_size: int
     dtype: str
+    num_parts: int = 1  # as above
 
     def planes(self, block_size: int) -> tuple[Plane, ...]:
+        block_size //= self.num_parts
         return (Plane((block_size, self.latent_size + self.rope_size), self.dtype),)
 
     def bytes_per_token(self) -> int:

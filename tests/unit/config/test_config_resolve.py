@@ -540,6 +540,7 @@ def test_a_rank_with_its_own_requests_caches_all_heads():
     [
         ({"tensor_parallel_size": 2, "enable_attention_dp": True}, "enable_attention_dp"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"context_parallel_size": 2}, "context_parallel_size"),
     ],
 )
 def test_adapters_are_refused_where_tokens_or_layers_are_elsewhere(asked, name):
@@ -571,6 +572,41 @@ def test_stages_that_cannot_be_are_refused(asked, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         run(EIGHT_GPUS, spec, **asked)
     assert run(EIGHT_GPUS, spec, pp_size=2).mesh.pp == 2
+
+
+def test_context_parallel_ranks_have_a_part_of_each_block():
+    spec = make_spec(moe=EXPERTS)
+    config = run(EIGHT_GPUS, spec, cp_size=4, tp_size=2, ep_size=8, cp_config={"cp_type": "helix"})
+    assert config.mesh == MeshShape(cp=4, tp=2, ep=8) and config.tokens_per_block == 4 * 32
+    assert config.graph_batch_sizes and not config.graph_mixes + config.graph_token_sizes
+    alone, shared = (run(CPU, device="cpu", max_seq_len=10**6, cp_size=size) for size in (1, 2))
+    assert shared.kv_cpu_bytes == alone.kv_cpu_bytes  # of a rank
+    implied = run(EIGHT_GPUS, spec, cp_size=2, ep_size=8)
+    assert implied.mesh == MeshShape(cp=2, tp=4, ep=8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_spec", "message"),
+    [
+        ({"cp_size": 4, "tp_size": 4}, {},
+         "tensor_parallel_size 4 x context_parallel_size 4 = 16 ranks, but there are 8 GPUs"),
+        ({"cp_size": 3}, {}, "context_parallel_size is 3; use a power of two"),
+        ({"cp_size": 2, "tp_size": 2, "enable_attention_dp": True}, {},
+         "context_parallel_size 2 and enable_attention_dp cannot be combined"),
+        ({"cp_size": 2}, {"layer_windows": (16, 16, 16, 16)}, "all layers of the model see a window"),
+        ({"cp_size": 2, "tp_size": 2, "ep_size": 2, "moe_tensor_parallel_size": 1}, {"moe": EXPERTS},
+         "= 2 ranks, but tensor_parallel_size x context_parallel_size = 4; give one of the two"),
+        ({"cp_config": {"cp_type": "RING", "tokens_per_block": 64}}, {},
+         "cp_config.tokens_per_block is 64, but kv_cache_config.tokens_per_block is 32"),
+        ({"cp_config": {"cp_type": "STAR"}}, {},
+         "cp_config.cp_type is 'STAR', which is not there; there are HELIX and RING"),
+        ({"cp_config": {"cp_type": "RING", "cp_anchor_size": 64}}, {},
+         "cp_config.cp_anchor_size cannot be used: it belongs to STAR"),
+    ],
+)  # fmt: skip
+def test_context_parallelism_that_cannot_be_is_refused(asked, of_spec, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run(EIGHT_GPUS, make_spec(num_layers=4, **of_spec), **asked)
 
 
 DELTA = DeltaSpec(

@@ -259,8 +259,6 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tp_size": 2, "cp_size": 4},
-         "context_parallel_size is 4, and tensor_parallel_size 2 x 4 = 8 ranks:"),
         ({"ep_size": 4, "moe_cluster_parallel_size": 2},
          "moe_cluster_parallel_size is 2, and tensor_parallel_size 4 x 2 = 8 ranks:"),
         ({"enable_lm_head_tp_in_adp": True}, "enable_lm_head_tp_in_adp cannot be used: with att"),

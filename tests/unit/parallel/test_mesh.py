@@ -67,6 +67,10 @@ def test_ranks_that_have_not_met_send_nothing():
         (MeshShape(tp=4), {"attention": 4, "vocab": 4, "mlp": 4, "experts": 4, "tokens": 1}),
         (MeshShape(dp=4), {"attention": 1, "vocab": 1, "mlp": 4, "experts": 4, "tokens": 4}),
         (MeshShape(dp=2, tp=2), {"attention": 2, "mlp": 4, "experts": 4, "tokens": 2}),
+        (
+            MeshShape(cp=4, tp=2, ep=2),
+            {"attention": 2, "vocab": 8, "mlp": 8, "experts": 8, "context": 4, "copies": 8},
+        ),
         (MeshShape(pp=3, tp=2), {"attention": 2, "mlp": 2, "experts": 2, "tokens": 1}),
     ],
 )
@@ -76,4 +80,4 @@ def test_a_role_spans_its_axes(shape, sizes):
         assert {role: mesh.role(role).size for role in sizes} == sizes
     sampling = [r for r in range(shape.size) if RankMesh.place(r, shape).is_sampling_rank]
     last_stage = shape.size - shape.stage_size
-    assert sampling == list(range(last_stage, shape.size, shape.tp))
+    assert sampling == list(range(last_stage, shape.size, shape.cp * shape.tp))

@@ -82,9 +82,12 @@ def mla_decode(
     block_table_RM: Tensor,
     scale: float,
     max_kv_len: int,
+    lse_NH: Tensor | None = None,
 ) -> Tensor:
     """out_NHC: latents of the kv_lens[n] cached tokens of row rows[n], weighted by
-    softmax((q_c . latent + q_r . key) * scale), for all heads; in fp32, back in q's dtype."""
+    softmax((q_c . latent + q_r . key) * scale), for all heads; in fp32, back in q's dtype.
+
+    `lse_NH` (fp32) is given the logarithms of the sums of exponentials."""
     latent_size, block_size = q_NHC.shape[2], cache_BSA.shape[1]
     num_blocks = min(-(-max_kv_len // block_size), block_table_RM.shape[1])
     blocks_NM = block_table_RM[rows_N.long(), :num_blocks].long()
@@ -92,7 +95,10 @@ def mla_decode(
     kv_NLA = cache_BSA[blocks_NM].flatten(1, 2).float().masked_fill(~seen_NL[:, :, None], 0.0)
     q_NHA = torch.cat((q_NHC, q_NHR), dim=-1).float()
     scores_NHL = torch.einsum("nha,nla->nhl", q_NHA, kv_NLA) * scale
-    weights_NHL = scores_NHL.masked_fill(~seen_NL[:, None], -torch.inf).softmax(-1)
+    scores_NHL = scores_NHL.masked_fill(~seen_NL[:, None], -torch.inf)
+    if lse_NH is not None:
+        lse_NH.copy_(scores_NHL.logsumexp(-1))
+    weights_NHL = scores_NHL.softmax(-1)
     return (weights_NHL @ kv_NLA[:, :, :latent_size]).to(q_NHC.dtype)
 
 
@@ -151,22 +157,27 @@ def _members(starts_N1: Tensor, num_all: int) -> tuple[Tensor, Tensor]:
 
 
 @mla_decode.impl("torch", needs=cpu())
-def mla_decode_torch(q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max_kv_len):
+def mla_decode_torch(
+    q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max_kv_len, lse_NH=None
+):
     """Entries of similar length together, so that little is gathered for nothing."""
     kv_lens = kv_lens_N.tolist()
     groups = group_by_length(kv_lens)
     if len(groups) == 1:
         return _decode_group(
-            q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max(kv_lens)
+            q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max(kv_lens), lse_NH
         )
     out_NHC = torch.empty_like(q_NHC, memory_format=torch.contiguous_format)
     for entries in groups:
         at = torch.tensor(entries)
         longest = max(kv_lens[entry] for entry in entries)
+        lse = None if lse_NH is None else lse_NH[at]
         out_NHC[at] = _decode_group(
             q_NHC[at], q_NHR[at], cache_BSA, rows_N[at], kv_lens_N[at], block_table_RM, scale,
-            longest,
+            longest, lse,
         )  # fmt: skip
+        if lse_NH is not None:
+            lse_NH[at] = lse
     return out_NHC
 
 
@@ -179,6 +190,7 @@ def _decode_group(
     block_table_RM: Tensor,
     scale: float,
     longest: int,
+    lse_NH: Tensor | None,
 ) -> Tensor:
     num_entries, _, latent_size = q_NHC.shape
     num_blocks, block_size, size = cache_BSA.shape
@@ -191,6 +203,8 @@ def _decode_group(
         hidden_NL = torch.arange(longest) >= kv_lens_N[:, None]
         scores_NHL.masked_fill_(hidden_NL[:, None], -torch.inf)
         kv_NLA = kv_NLA.masked_fill(hidden_NL[:, :, None], 0.0)
+    if lse_NH is not None:
+        lse_NH.copy_(scores_NHL.logsumexp(-1))
     weights_NHL = scores_NHL.softmax(-1).to(q_NHC.dtype)
     return torch.bmm(weights_NHL, kv_NLA[:, :, :latent_size])
 

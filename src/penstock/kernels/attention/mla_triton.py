@@ -18,6 +18,7 @@ import triton.language as tl
 
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.attention.triton_decode import (
+    LN_2,
     LOG2_E,
     NO_WINDOW,
     Load,
@@ -33,7 +34,6 @@ from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import dot, fp8_clamp
 
 _HEADS = 16  # that one program rotates
-_LN_2 = 0.6931471805599453
 
 
 @triton.jit
@@ -185,15 +185,17 @@ def _attend_latents(
 
 @triton.jit
 def _mla_decode(
-    q_ptr, q_rot_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr, table_ptr,
-    scale_log2, stride_qn, stride_qh, stride_rn, stride_rh, stride_table,
+    q_ptr, q_rot_ptr, cache_ptr, out_ptr, out_lse_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr,
+    table_ptr, scale_log2, stride_qn, stride_qh, stride_rn, stride_rh, stride_table,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, TILE: tl.constexpr, MIN_SPAN: tl.constexpr,
-    SPLITS: tl.constexpr, DIRECT: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, DIRECT: tl.constexpr, GIVES_LSE: tl.constexpr, ON_GPU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (p, g, n) of P takes splits p, p + P, ... of entry n for the g-th group of heads.
 
-    DIRECT: P is 1, writes out[n] itself. Else partial[n, h, split] and its log2-sum-exp.
+    DIRECT: P is 1, writes out[n] itself, GIVES_LSE: and its log-sum-exp. Else partial[n, h, split]
+    and its log2-sum-exp.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -216,6 +218,8 @@ def _mla_decode(
         )  # fmt: skip
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (entry * H + heads) * C + cols, out, mask=inside)
+        if GIVES_LSE:
+            tl.store(out_lse_ptr + entry * H + h, (m + tl.log2(total)) * LN_2, mask=h < H)
     else:
         keys_each = span(kv_len, SPLITS, MIN_SPAN, TILE)
         num_splits = tl.cdiv(kv_len, keys_each)
@@ -232,7 +236,7 @@ def _mla_decode(
 
 @mla_decode.impl("triton", needs=arch(80))
 def mla_decode_triton(
-    q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max_kv_len
+    q_NHC, q_NHR, cache_BSA, rows_N, kv_lens_N, block_table_RM, scale, max_kv_len, lse_NH=None
 ):
     num_entries, num_heads, size = q_NHC.shape
     rotary = q_NHR.shape[2]
@@ -248,26 +252,28 @@ def mla_decode_triton(
     block_c, device = triton.next_power_of_2(size), q_NHC.device
     out_NHC = torch.empty((num_entries, num_heads, size), dtype=q_NHC.dtype, device=device)
     partial, lse = out_NHC, out_NHC  # not used by a single program
+    gives_lse, out_lse = lse_NH is not None, out_NHC if lse_NH is None else lse_NH
     if programs > 1:
         shape = (num_entries, num_heads, c.max_splits)
         partial = torch.empty((*shape, size), dtype=torch.float32, device=device)
         lse = torch.empty(shape, dtype=torch.float32, device=device)
     _mla_decode[(programs, num_groups, num_entries)](
-        q_NHC, q_NHR, cache_BSA, out_NHC, partial, lse, rows_N, kv_lens_N, block_table_RM,
+        q_NHC, q_NHR, cache_BSA, out_NHC, out_lse, partial, lse, rows_N, kv_lens_N, block_table_RM,
         scale * LOG2_E, q_NHC.stride(0), q_NHC.stride(1), q_NHR.stride(0), q_NHR.stride(1),
         block_table_RM.stride(0),
         H=num_heads, C=size, R=rotary, S=cache_BSA.shape[1], HEADS=c.heads, BLOCK_C=block_c,
         BLOCK_R=max(16, triton.next_power_of_2(rotary)), TILE=c.tile, MIN_SPAN=c.min_span,
-        SPLITS=c.max_splits, DIRECT=programs == 1, ON_GPU=q_NHC.is_cuda, num_warps=c.num_warps,
-        num_stages=c.num_stages, **launch_options(q_NHC),
+        SPLITS=c.max_splits, DIRECT=programs == 1, GIVES_LSE=gives_lse, ON_GPU=q_NHC.is_cuda,
+        num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHC),
     )  # fmt: skip
     if programs > 1:
         block = min(block_c, 128)
         reduce_splits[(num_heads, num_entries, triton.cdiv(size, block))](
-            partial, lse, out_NHC, kv_lens_N, kv_lens_N, None, NO_WINDOW,
+            partial, lse, out_NHC, out_lse, kv_lens_N, kv_lens_N, None, NO_WINDOW,
             dtype=TRITON_DTYPES[out_NHC.dtype], H=num_heads, D=size, BLOCK_D=block,
             TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=False,
-            IS_ONE_DONE=False, HAS_CHUNKS=False, num_warps=4, **launch_options(q_NHC),
+            IS_ONE_DONE=False, HAS_CHUNKS=False, GIVES_LSE=gives_lse, num_warps=4,
+            **launch_options(q_NHC),
         )  # fmt: skip
     return out_NHC
 
@@ -330,7 +336,7 @@ def _attend_keys(
 )
 def _mla_attend(
     q_ptr, q_rot_ptr, kv_ptr, rot_ptr, query_starts_ptr, key_starts_ptr, out_ptr, lse_ptr,
-    num_entries, scale_log2, stride_qt, stride_qh, stride_rt, stride_rh, stride_l, stride_r, ln_2,
+    num_entries, scale_log2, stride_qt, stride_qh, stride_rt, stride_rh, stride_l, stride_r,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, MERGES: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
@@ -380,7 +386,7 @@ def _mla_attend(
         stride_l, stride_r, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, ROWS, TILE, True, ON_GPU,
     )  # fmt: skip
     acc = acc / total[:, None]
-    lse = ((m + tl.log2(total)) * ln_2)[:, None]
+    lse = ((m + tl.log2(total)) * LN_2)[:, None]
     lse_at = lse_ptr + tokens * H + head
     out_at = out_ptr + (tokens * H + head) * V + v_cols
     inside = is_query & (v_cols < V)
@@ -420,7 +426,7 @@ def mla_attend_triton(
     _mla_attend[num_slots(len(q_THD), num_entries, 1, c.rows), num_heads](
         q_THD, q_THR, kv_LHE, key_LR, query_starts_N1, key_starts_N1, out_THV, lse_TH,
         num_entries, scale * LOG2_E, q_THD.stride(0), q_THD.stride(1), q_THR.stride(0),
-        q_THR.stride(1), kv_LHE.stride(0), key_LR.stride(0), _LN_2,
+        q_THR.stride(1), kv_LHE.stride(0), key_LR.stride(0),
         H=num_heads, D=size, R=rotary, V=value_size,
         BLOCK_D=max(16, triton.next_power_of_2(size)),
         BLOCK_R=max(16, triton.next_power_of_2(rotary)),

@@ -30,14 +30,17 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
+from penstock.kernels.attention.partial import partial_decode
 from penstock.kernels.carveout import DRIVER_DEFAULT, set_carveout
 from penstock.kernels.device import num_sms, shared_bytes
+from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import fp8_clamp
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
+LN_2 = tl.constexpr(1.0 / LOG2_E)
 NO_WINDOW = 1 << 30
 _LOWEST = tl.constexpr(-1.0e30)  # the maximum of no keys; finite: less itself it is 0
 _MAX_G = 16  # heads of a tile; more would not fit into a warp's registers
@@ -344,10 +347,12 @@ def _to_output(x, dtype: tl.constexpr, out_dtype: tl.constexpr, out_scale_ptr):
 
 @triton.jit
 def _store(
-    to, inside, m, total, acc, sink_ptr, is_head, out_scale_ptr,
-    dtype: tl.constexpr, HAS_SINKS: tl.constexpr,
+    to, inside, m, total, acc, sink_ptr, is_head, out_scale_ptr, lse_to,
+    dtype: tl.constexpr, HAS_SINKS: tl.constexpr, GIVES_LSE: tl.constexpr,
 ):  # fmt: skip
     """What a sequence's only program found."""
+    if GIVES_LSE:
+        tl.store(lse_to, (m + tl.log2(total)) * LN_2, mask=is_head)
     if HAS_SINKS:
         total += tl.exp2(tl.load(sink_ptr, mask=is_head, other=0.0) * _LOG2_E - m)
     out = _to_output(acc / total[:, None], dtype, to.dtype.element_ty, out_scale_ptr)
@@ -357,19 +362,20 @@ def _store(
 @triton.jit
 def _decode(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr,
-    kv_lens_ptr, table_ptr, sinks_ptr, out_scale_ptr,
+    kv_lens_ptr, table_ptr, sinks_ptr, out_scale_ptr, out_lse_ptr,
     scale_log2, v_scale, window, stride_qn, stride_b, stride_s, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
     IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CHUNKS: tl.constexpr,
-    CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+    CAP_LOG2: tl.constexpr, GIVES_LSE: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (k, n, p) takes the p-th split of sequence n and kv head k / PARTS, of whose query
     heads it has BLOCK_G.
 
     Where there is only one it is written to out[n], sinks included, else to partial[n, h, p], with
-    its log2-sum-exp. DIRECT: there is only one of every sequence.
+    its log2-sum-exp. DIRECT: there is only one of every sequence. GIVES_LSE: the log-sum-exp of
+    all its keys to out_lse[n], sinks not included.
     """
     let_next_start(PDL)
     PARTS: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
@@ -397,6 +403,7 @@ def _decode(
 
     to = out_ptr + (entry * (K * G) + heads) * D + cols
     sink_ptr = sinks_ptr + kv_head * G + g
+    lse_to = out_lse_ptr + entry * (K * G) + kv_head * G + g
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     if DIRECT:
         m, total, acc = _attend(
@@ -405,8 +412,9 @@ def _decode(
             CAP_LOG2, ON_GPU,
         )  # fmt: skip
         _store(
-            to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, dtype, HAS_SINKS
-        )
+            to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, lse_to, dtype,
+            HAS_SINKS, GIVES_LSE,
+        )  # fmt: skip
     else:
         keys_each = span(kv_len - first, SPLITS, MIN_SPAN, TILE)
         num_splits = tl.cdiv(kv_len - first, keys_each)
@@ -421,8 +429,8 @@ def _decode(
             )  # fmt: skip
             if num_splits == 1:
                 _store(
-                    to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, dtype,
-                    HAS_SINKS,
+                    to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, lse_to,
+                    dtype, HAS_SINKS, GIVES_LSE,
                 )  # fmt: skip
             else:
                 at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
@@ -433,10 +441,11 @@ def _decode(
 
 @triton.jit
 def reduce_splits(
-    partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, sinks_ptr, out_scale_ptr, window,
+    partial_ptr, lse_ptr, out_ptr, out_lse_ptr, kv_lens_ptr, sinks_ptr, out_scale_ptr, window,
     dtype: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     TILE: tl.constexpr, MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_ONE_DONE: tl.constexpr, HAS_CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    IS_ONE_DONE: tl.constexpr, HAS_CHUNKS: tl.constexpr, GIVES_LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[n, h] = sum over splits of partial * 2^lse / (sum over splits of 2^lse + e^sink).
 
@@ -465,6 +474,8 @@ def reduce_splits(
         alpha, weight = tl.exp2(before - largest), tl.exp2(lse - largest)
         total = total * alpha + tl.sum(weight, axis=0)
         out = out * alpha + tl.sum(partial * weight[:, None], axis=0)
+    if GIVES_LSE:
+        tl.store(out_lse_ptr + entry * H + head, (largest + tl.log2(total)) * LN_2)
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)
     out /= total
@@ -486,10 +497,12 @@ def decode(
     sinks_H: Tensor | None = None,
     scales: CacheScales | None = None,
     out_scale_1: Tensor | None = None,
+    lse_NH: Tensor | None = None,
 ) -> None:
     """out[n] = attention of q[n] over the kv_lens[n] cached tokens of row rows[n].
 
-    Where `out_NHD` is FP8 its scale is `out_scale_1` (fused quantization epilogue).
+    Where `out_NHD` is FP8 its scale is `out_scale_1` (fused quantization epilogue). `lse_NH`
+    (fp32) is given the logarithms of the sums of exponentials.
 
     The partial results live in memory from the caching allocator: inside a captured graph that is
     the graph's own pool, which all layers and graphs share.
@@ -518,27 +531,53 @@ def decode(
     k_scales_BKS, v_scales_BKS = scales or (None, None)
     block_d = triton.next_power_of_2(head_size)
     partial, lse = out_NHD, out_NHD  # not used where nothing is split
+    gives_lse = lse_NH is not None
+    out_lse = out_NHD if lse_NH is None else lse_NH
     if not is_direct:
         shape = (num_entries, num_heads, c.max_splits)
         partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
     kernel = _decode[(num_tiles, num_entries, 1 if is_direct else num_splits)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_NHD, partial, lse,
-        rows_N, kv_lens_N, block_table_RM, sinks, out_scale_1,
+        rows_N, kv_lens_N, block_table_RM, sinks, out_scale_1, out_lse,
         params.scale * LOG2_E, params.v_scale, window, q_NHD.stride(0), k_cache_BKSD.stride(0),
         0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size, BLOCK_G=block_g, BLOCK_D=block_d,
         TILE=c.tile, W=min(c.num_warps, c.tile // 16), MIN_SPAN=c.min_span, SPLITS=c.max_splits,
         DIRECT=is_direct, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
         HAS_SCALES=scales is not None, HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
-        ON_GPU=q_NHD.is_cuda,
+        GIVES_LSE=gives_lse, ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
     set_carveout(kernel, c.carveout)
     if not is_direct and num_splits > 1:
         reduce_splits[(num_heads, num_entries, 1)](
-            partial, lse, out_NHD, kv_lens_N, sinks, out_scale_1, window,
+            partial, lse, out_NHD, out_lse, kv_lens_N, sinks, out_scale_1, window,
             dtype=TRITON_DTYPES[q_NHD.dtype], H=num_heads, D=head_size, BLOCK_D=block_d,
             TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None,
-            IS_ONE_DONE=True, HAS_CHUNKS=params.has_chunks, num_warps=4, **launch_options(q_NHD),
+            IS_ONE_DONE=True, HAS_CHUNKS=params.has_chunks, GIVES_LSE=gives_lse, num_warps=4,
+            **launch_options(q_NHD),
         )  # fmt: skip
+
+
+@partial_decode.impl("triton", needs=arch(80))
+def partial_decode_triton(
+    q_NHD,
+    k_cache_BKSD,
+    v_cache_BKSD,
+    rows_N,
+    kv_lens_N,
+    block_table_RM,
+    params,
+    max_kv_len,
+    k_scales_BKS=None,
+    v_scales_BKS=None,
+):
+    out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
+    lse_NH = torch.empty(q_NHD.shape[:2], dtype=torch.float32, device=q_NHD.device)
+    scales = None if k_scales_BKS is None else CacheScales(k_scales_BKS, v_scales_BKS)
+    decode(
+        q_NHD, k_cache_BKSD, v_cache_BKSD, rows_N, kv_lens_N, block_table_RM, out_NHD, params,
+        max_kv_len, scales=scales, lse_NH=lse_NH,
+    )  # fmt: skip
+    return out_NHD, lse_NH

@@ -3,7 +3,7 @@
 Small M: `moe.small_m`. More: pairs of a token and an expert are sorted by expert into blocks of one
 expert each (`align`); the number of blocks is that of the worst case, and empty ones end at once.
 Weights are the left operand, pairs the right one: an MMA takes 64 rows on the left, but as few as 8
-columns on the right. MXFP4: `mxfp4_triton`; FP8 with block scales on Hopper: `fp8_hopper`.
+columns on the right. MXFP4: `mxfp4_triton`.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pairs, M pairs of a
 block, D hidden size, F features of an expert; N outputs of either GEMM.
@@ -18,17 +18,14 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.gemm.reduce import combine
-from penstock.kernels.hopper import HopperKernels
 from penstock.kernels.moe import mxfp4_triton  # noqa: F401  registers
 from penstock.kernels.moe.align import rows_per_block, sorted_pairs
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.small_m import bits_of, check, scale_strides, stride_of
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs, pointer
-from penstock.kernels.op import arch, hopper
+from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton_math import dot, gate_of
-
-_HOPPER = HopperKernels("penstock.kernels.moe.fp8_hopper", "experts in FP8 are computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,23 +141,6 @@ def grouped_config(
     return tuned.best(
         "experts grouped", usual, outputs=out_features, inputs=in_features, bits=bits, rows=rows
     )
-
-
-def _fits_hopper(x_TD, slots_TK, weights_TK, gate_up, down, *biases_and_gate) -> bool:
-    kernels = _HOPPER.module(x_TD) if biases_and_gate[:2] == (None, None) else None
-    return kernels is not None and kernels.fits(x_TD, slots_TK, gate_up, down)
-
-
-@experts.impl("hopper fp8 blocks", needs=hopper(), fits=_fits_hopper)
-def experts_fp8_on_hopper(
-    x_TD, slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate
-):
-    check(x_TD, slots_TK, weights_TK, gate_up.values, down.values, gate_up.scale, down.scale)
-    y_TD = _HOPPER.result("experts", x_TD, slots_TK, weights_TK, gate_up, down, gate)
-    if y_TD is None:
-        biases = gate_up_bias_S2F, down_bias_SD
-        return experts_grouped(x_TD, slots_TK, weights_TK, gate_up, down, *biases, gate)
-    return y_TD
 
 
 @experts.impl(

@@ -21,9 +21,7 @@ _ROW_COLUMNS = 4096  # of one pass where a program goes over its row
 
 
 @triton.jit
-def quantize_groups(
-    x, scales_ptr, num_rows, row, first, num_groups, N: tl.constexpr, G: tl.constexpr
-):
+def _in_groups(x, scales_ptr, num_rows, row, first, num_groups, N: tl.constexpr, G: tl.constexpr):
     """N groups of G values: their scales stored behind `first`, and the values rounded."""
     x = tl.reshape(x, (N, G))
     scale = fp8_scale(tl.max(tl.abs(x), axis=1))
@@ -59,9 +57,7 @@ def _quantize(
         out = to_fp8(x, tl.load(scales_ptr))
     else:
         first = tl.program_id(1) * (BLOCK // GROUP)
-        out = quantize_groups(
-            x, scales_ptr, num_rows, row, first, SIZE // GROUP, BLOCK // GROUP, GROUP
-        )
+        out = _in_groups(x, scales_ptr, num_rows, row, first, SIZE // GROUP, BLOCK // GROUP, GROUP)
     tl.store(out_ptr + row * SIZE + cols, out, mask=inside)
 
 
@@ -117,9 +113,7 @@ def _rms_norm(
         tl.store(scales_ptr + row, scale)
         out = to_fp8(normed, scale)
     else:
-        out = quantize_groups(
-            normed, scales_ptr, num_rows, row, 0, D // GROUP, BLOCK // GROUP, GROUP
-        )
+        out = _in_groups(normed, scales_ptr, num_rows, row, 0, D // GROUP, BLOCK // GROUP, GROUP)
     tl.store(out_ptr + row * D + cols, out, mask=inside)
 
 
