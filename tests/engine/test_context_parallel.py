@@ -2,7 +2,8 @@
 
 import pytest
 import torch.distributed as dist
-from rank_engines import BLOCK, RankEngines
+from local_engine import LocalEngine
+from rank_engines import BLOCK, NUM_OUTPUT, SETTINGS, SIBLINGS, RankEngines
 
 from penstock.parallel import collectives
 
@@ -19,6 +20,29 @@ CASES = {  # folder, further settings
         {"context_parallel_size": 2, "tensor_parallel_size": 2, "moe_expert_parallel_size": 4},
     ),
 }
+
+
+def test_a_head_drafts_over_its_ranks():
+    """DeepSeek with MTP: as many drafts are right as one rank's. First, since the engines of the
+    other tests stay until the last of these."""
+    asked = {"decoding_type": "MTP", "max_draft_len": 2, "adaptive_draft_len": False}
+    engines = RankEngines(
+        "deepseek_v3", block=BLOCK // 2, few_tokens=4096, context_parallel_size=2,
+        speculative_config=asked,
+    )  # fmt: skip
+    alone = LocalEngine(
+        SIBLINGS / "deepseek_v3", **SETTINGS, max_batch_size=8, speculative_config=asked
+    )
+    try:
+        engines.check_tokens()
+        alone.generate(engines.texts, NUM_OUTPUT)
+        shares = [
+            counters.accepted_tokens / counters.drafted_tokens
+            for counters in (engines.several.counters, alone.counters)
+        ]
+        assert shares[0] == pytest.approx(shares[1], abs=0.1) and shares[1] > 0.2
+    finally:
+        engines.close()
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))

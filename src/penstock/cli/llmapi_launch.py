@@ -34,7 +34,7 @@ def _run(command: list[str]) -> int:
 
         return run_launched(place, secret, interface=None, log_level=None)
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], list(command))
     except OSError as error:
         raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from None
 

@@ -36,8 +36,8 @@ class AttentionDpConfig(StrictModel):
 
 
 class CpConfig(StrictModel):
-    cp_type: Literal["HELIX", "RING"] | None = setting(
-        None,
+    cp_type: Literal["HELIX", "RING"] = setting(
+        "HELIX",
         "Both are exact, and mean the same here: keys and values are gathered for prompts, and "
         "decodes attend to the parts of the cache where they are.",
     )
@@ -45,7 +45,8 @@ class CpConfig(StrictModel):
         None,
         "Tokens of a cache block on each rank. It has to be kv_cache_config.tokens_per_block, "
         "which says the same.",
-        ge=1,
+        ge=8,
+        le=256,
     )
 
 

@@ -304,7 +304,8 @@ def _check_stages(config: EngineConfig, spec: ModelSpec) -> None:
 
 def _check_context(config: EngineConfig, spec: ModelSpec) -> None:
     size, here = config.context_parallel_size, config.kv_cache_config.tokens_per_block
-    if (asked := config.cp_config.tokens_per_block) not in (None, here):
+    asked = config.cp_config and config.cp_config.tokens_per_block
+    if asked not in (None, here):
         raise ConfigError(
             f"cp_config.tokens_per_block is {asked}, but kv_cache_config.tokens_per_block is "
             f"{here}; give one of the two"

@@ -244,7 +244,7 @@ class EngineConfig(StrictModel):
         le=64,
         status="beta",
     )
-    cp_config: CpConfig = setting(CpConfig(), "How, with context_parallel_size.", status="beta")
+    cp_config: CpConfig | None = setting(None, "How, with context_parallel_size.", status="beta")
     data_parallel_size: int = setting(
         1,
         "Number of engines behind this port, each with the whole model on tensor_parallel_size "

@@ -1,4 +1,4 @@
-"""`DraftsPerDecode`: how many drafted tokens each decode of a step feeds, so that drafting gains time.
+"""`DraftsPerDecode`: how many drafted tokens each decode of a step feeds, so that time is gained.
 
 A decode that feeds k drafts gives 1 + s1 + ... + sk tokens, where sj is how often the first j are
 right: of this sequence by what was seen of it lately, and of all where it has shown little. A step

@@ -189,7 +189,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             x_TD, residual_TD = layer(x_TD, residual_TD, batch)
             if index in wanted:
-                found[index] = x_TD + residual_TD
+                found[index] = self.context.all(x_TD + residual_TD, batch)
         if not self.stage.is_last:
             self.stage.send(x_TD if residual_TD is None else x_TD + residual_TD)
             x_TD = x_TD.new_empty(batch.num_tokens, x_TD.shape[1])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.context import LayerContext
+from penstock.layers.context_parallel import ContextRanks
 from penstock.layers.linear import Linear
 from penstock.layers.norm import ResidualNorm, RMSNorm
 from penstock.parallel.shard import whole
@@ -36,6 +37,7 @@ class MTPHead(nn.Module):
         self.hidden_norm = RMSNorm(size, eps, build, zero_centered=is_centered)
         self.proj = _PlainLinear((whole(size),), whole(2 * size), bias=False, build=build)
         self.block = block
+        self.context = ContextRanks(build)
         self.final_norm = ResidualNorm(size, eps, build, zero_centered=is_centered)
 
     def prepared(self, hidden_TD: Tensor, batch: ForwardBatch) -> Tensor:
@@ -47,8 +49,10 @@ class MTPHead(nn.Module):
         """Hidden states for logits, and for the head itself to go on from: both after its norm.
         The embedding is that of each token's next one."""
         both_TE = torch.cat((self.embed_norm(embedding_TD), self.hidden_norm(hidden_TD)), dim=-1)
-        x_TD, residual_TD = self.block(self.proj(both_TE, batch), None, batch)
-        x_TD, _ = self.final_norm(x_TD, residual_TD)
+        own_TD = self.context.own(self.proj(both_TE, batch), batch)
+        own_TD, residual_TD = self.block(own_TD, None, batch)
+        own_TD, _ = self.final_norm(own_TD, residual_TD)
+        x_TD = self.context.all(own_TD, batch)
         return x_TD, x_TD
 
 

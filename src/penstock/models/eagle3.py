@@ -17,6 +17,7 @@ from penstock.hub.files import read_json
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.layers.attention import Attention
 from penstock.layers.context import LayerContext
+from penstock.layers.context_parallel import ContextRanks
 from penstock.layers.decoder import grouped_query_attention
 from penstock.layers.embedding import VocabEmbedding, VocabHead
 from penstock.layers.fused_quant import converted
@@ -66,15 +67,17 @@ class _Block(nn.Module):
         self.mlp = experts_or_mlp(spec, 0, build)
         assert isinstance(self.mlp, GatedMLP)
         self.exchange = TokenExchange(build)
+        self.context = ContextRanks(build)
 
     def forward(
         self, embedding_TD: Tensor, hidden_TD: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
+        embedding_TD, hidden_TD = (self.context.own(x, batch) for x in (embedding_TD, hidden_TD))
         both = torch.cat((self.embed_norm(embedding_TD), self.hidden_norm(hidden_TD)), dim=-1)
-        wanted = self.attention.input_format(batch.num_tokens)
+        wanted = self.attention.input_format(both.shape[0])
         x_TD = self.attention(converted(both, wanted), batch)
         wanted = self.mlp.input_format(self.exchange.num_tokens(batch))
-        x, residual_TD = self.post_norm(x_TD, hidden_TD, self.exchange.sent_as(wanted))
+        x, residual_TD = self.post_norm(x_TD, hidden_TD, self.exchange.sent_as(wanted, batch))
         x = self.exchange.gather(x, wanted, batch)
         return self.exchange.scatter(self.mlp(x, batch), batch), residual_TD
 
@@ -113,7 +116,8 @@ class Eagle3Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.midlayer(embedding_TD, hidden_TD, batch)
         normed_TD, sum_TD = self.final_norm(x_TD, residual_TD)
-        return normed_TD, sum_TD
+        context = self.midlayer.context
+        return context.all(normed_TD, batch), context.all(sum_TD, batch)
 
     def best(self, x_ND: Tensor) -> Tensor:
         return self.targets_C[self.head(x_ND).argmax(-1)]

@@ -574,6 +574,12 @@ def test_stages_that_cannot_be_are_refused(asked, message):
     assert run(EIGHT_GPUS, spec, pp_size=2).mesh.pp == 2
 
 
+DELTA = DeltaSpec(
+    layers=(True, True, True, False), num_key_heads=2, num_value_heads=4, key_size=64,
+    value_size=64, conv_width=4,
+)  # fmt: skip
+
+
 def test_context_parallel_ranks_have_a_part_of_each_block():
     spec = make_spec(moe=EXPERTS)
     config = run(EIGHT_GPUS, spec, cp_size=4, tp_size=2, ep_size=8, cp_config={"cp_type": "helix"})
@@ -593,8 +599,11 @@ def test_context_parallel_ranks_have_a_part_of_each_block():
         ({"cp_size": 3}, {}, "context_parallel_size is 3; use a power of two"),
         ({"cp_size": 2, "tp_size": 2, "enable_attention_dp": True}, {},
          "context_parallel_size 2 and enable_attention_dp cannot be combined"),
-        ({"cp_size": 2}, {"layer_windows": (16, 16, 16, 16)}, "all layers of the model see a window"),
-        ({"cp_size": 2, "tp_size": 2, "ep_size": 2, "moe_tensor_parallel_size": 1}, {"moe": EXPERTS},
+        ({"cp_size": 2}, {"layer_windows": (16, 16, 16, 16)},
+         "all layers of the model see a window"),
+        ({"cp_size": 2}, {"delta": DELTA}, "recurrent layers, whose states cannot be split"),
+        ({"cp_size": 2, "tp_size": 2, "ep_size": 2, "moe_tensor_parallel_size": 1},
+         {"moe": EXPERTS},
          "= 2 ranks, but tensor_parallel_size x context_parallel_size = 4; give one of the two"),
         ({"cp_config": {"cp_type": "RING", "tokens_per_block": 64}}, {},
          "cp_config.tokens_per_block is 64, but kv_cache_config.tokens_per_block is 32"),
@@ -609,10 +618,6 @@ def test_context_parallelism_that_cannot_be_is_refused(asked, of_spec, message):
         run(EIGHT_GPUS, make_spec(num_layers=4, **of_spec), **asked)
 
 
-DELTA = DeltaSpec(
-    layers=(True, True, True, False), num_key_heads=2, num_value_heads=4, key_size=64,
-    value_size=64, conv_width=4,
-)  # fmt: skip
 STATE_BYTES = 3 * (3 * (2 * 2 + 4) * 64 * 4 + 4 * 64 * 64 * 4)
 
 
