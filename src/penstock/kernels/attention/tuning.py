@@ -143,7 +143,7 @@ def prefill_case(
     def run(config: PrefillConfig) -> Tensor:
         prefill(
             q_THD, cache.k, cache.v, cache.rows, starts, cache.kv_lens, cache.tables[0], out_THD,
-            params, 0, length, config,
+            params, 0, config,
         )  # fmt: skip
         return out_THD
 
