@@ -193,7 +193,7 @@ CASES: dict[str, tuple[tuple[str, str, Any], int, str]] = {
     "schema as number": (completion(guided_json=5), 400, "guided_json"),
     "two grammars": (completion(guided_regex="a", guided_choice=["b"]), 400, "give one"),
     "no grammar": (completion(structured_outputs={}), 400, "exactly one"),
-    "whitespace": (completion(structured_outputs={"whitespace_pattern": " "}), 400, "whitespace"),
+    "whitespace": (completion(structured_outputs={"whitespace_pattern": " "}), 400, "exactly one"),
     "response_format as text": (chat(response_format="json"), 400, "response_format is 'json'"),
     "required tool of none": (chat(tool_choice="required"), 400, "there are no tools"),
     "unknown choice of tools": (chat(tool_choice="all"), 400, "tool_choice is 'all'"),

@@ -160,6 +160,28 @@ def test_reasoning_comes_before_and_is_free(client):
         assert message.content == ""
 
 
+def test_whitespace_is_what_is_asked_for(server):
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}, "b": {"enum": [[2]]}}}
+    schema["required"] = ["a", "b"]
+    old = {"guided_json": schema, "guided_decoding_backend": "xgrammar"}
+    for asked, text in (
+        (old | {"guided_whitespace_pattern": ""}, '{"a":1,"b":[2]}'),
+        (old | {"guided_whitespace_pattern": r"\s{1}"}, None),
+        ({"structured_outputs": {"json": schema, "disable_any_whitespace": True}}, None),
+    ):
+        body = {"model": "tiny", "prompt": "Say", "temperature": 0, "max_tokens": 60, **asked}
+        reply = server.http.post("/v1/completions", json=body).raise_for_status().json()
+        said = reply["choices"][0]["text"]
+        assert json.loads(said) == {"a": 1, "b": [2]}
+        most = 1 if asked.get("guided_whitespace_pattern") else 0
+        assert max(map(len, re.findall(r"\s+", said)), default=0) <= most
+        assert text in (None, said)
+    for wrong in ({"guided_whitespace_pattern": "x*"}, {"guided_decoding_backend": "outlines"}):
+        body = {"model": "tiny", "prompt": "Say", "guided_json": schema, **wrong}
+        reply = server.http.post("/v1/completions", json=body)
+        assert reply.status_code == 400 and next(iter(wrong))[7:] in reply.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_must_be_called(client, stream):
     asked = ASK | LIMIT | {"tools": [WEATHER, CLOCK]}

@@ -111,6 +111,7 @@ def test_what_is_not_supported_is_refused_with_its_path(schema, path, said):
         '"text"',
         "[" * 5000,
         '{"items": ' * 90 + "{}" + "}" * 90,
+        '{"items": {"$ref": "#/$defs/a", "$id": "x"}, "$defs": {"a": {}}}',
         json.dumps({"const": "a" * MAX_GRAMMAR_CHARS}),
         json.dumps({"items": {"properties": {f"p{i}": {} for i in range(1025)}}}),
     ],

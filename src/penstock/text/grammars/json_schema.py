@@ -27,8 +27,9 @@ _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE_SCHEMAS = ("items", "additionalProperties", "additionalItems", "not", "contains")
 
 
-def schema_grammar(text: str, param: str) -> dict[str, Any]:
-    """What `Rules.part` takes."""
+def schema_grammar(text: str, param: str, whitespace: str | None = None) -> dict[str, Any]:
+    """What `Rules.part` takes. `whitespace`: a regular expression of what may stand between the
+    tokens of JSON."""
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(
             "invalid_value",
@@ -58,12 +59,19 @@ def schema_grammar(text: str, param: str) -> dict[str, Any]:
             f"{param}: {fault} at {path}; leave it out, or write the schema in other keywords",
             f"{param}{path.removeprefix('#').replace('/', '.')}"[:120],
         )
-    return {"json_schema": _with_options(schema)}
+    grammar = {"json_schema": _with_options(schema, _BLANKS if whitespace is None else whitespace)}
+    if whitespace and (fault := fault_of(json.dumps({"grammars": [grammar]}))) is not None:
+        raise RequestError("invalid_value", f"{param}: {fault}", "whitespace_pattern")
+    return grammar
 
 
-def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
+def _with_options(schema: dict[str, Any], whitespace: str = _BLANKS) -> dict[str, Any]:
     # Some models escape every letter that is not ASCII, as their templates do.
-    options = {"whitespace_pattern": _BLANKS, "json_allow_general_unicode_escapes": True}
+    options: dict[str, Any] = {"json_allow_general_unicode_escapes": True}
+    if whitespace:
+        options["whitespace_pattern"] = whitespace.replace(r"\s", r"[ \t\n\r]")
+    else:
+        options["whitespace_flexible"] = False
     return {**schema, "x-guidance": options}
 
 
@@ -85,6 +93,12 @@ def _without_notes(schema: Any, param: str, depth: int = 0) -> Any:
             "invalid_value",
             f"{param}: an object has {len(named)} properties, at most {_MAX_PROPERTIES} are "
             "compiled; make it smaller",
+            param,
+        )
+    if "$ref" in schema and "$id" in schema:
+        raise RequestError(
+            "invalid_value",
+            f"{param}: $id beside $ref means another thing in every draft; leave it out",
             param,
         )
     kept = mapped(schema, lambda one: _without_notes(one, param, depth + 1))

@@ -137,9 +137,9 @@ def _guided(rules: Rules, guided: GuidedDecodingParams) -> str:
     param = guided.param
     match guided.kind:
         case "json_object":
-            return rules.part(schema_grammar(ANY_OBJECT, param))
+            return rules.part(schema_grammar(ANY_OBJECT, param, guided.whitespace_pattern))
         case "json":
-            return rules.part(schema_grammar(guided.json, param))
+            return rules.part(schema_grammar(guided.json, param, guided.whitespace_pattern))
         case "regex":
             assert guided.regex is not None
             found = json.loads(llguidance.LLMatcher.grammar_from_regex(guided.regex))

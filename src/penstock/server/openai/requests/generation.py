@@ -122,8 +122,6 @@ class GenerationFields(Strict):
         "mm_processor_kwargs": "only text is supported",
         "repetition_detection": "outputs are not searched for repetition; set a penalty",
         "logprob_token_ids": "ask for logprobs, or for prompt_logprobs",
-        "guided_decoding_backend": "there is one backend; leave it out",
-        "guided_whitespace_pattern": "whitespace is the grammar's own; use a regex or a grammar",
     }
 
     model: str | None = None
@@ -175,6 +173,8 @@ class GenerationFields(Strict):
     guided_regex: str | None = None
     guided_choice: Annotated[Texts, at_most("guided_choice", MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Literal["auto", "llguidance", "guidance", "xgrammar"] | None = None
 
     use_beam_search: bool = False
     length_penalty: float = 1.0
@@ -190,8 +190,6 @@ class GenerationFields(Strict):
     mm_processor_kwargs: dict[str, Any] | None = None
     repetition_detection: Any = None
     logprob_token_ids: TokenIds | None = None
-    guided_decoding_backend: str | None = None
-    guided_whitespace_pattern: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

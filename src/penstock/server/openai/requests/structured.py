@@ -6,6 +6,7 @@ the older `guided_*`. One of them may be given.
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
@@ -34,6 +35,7 @@ ResponseFormat = Annotated[
         }
     ),
 ]
+_WHITESPACE = "guided_whitespace_pattern"
 _GUIDED = {  # vLLM's older fields
     "guided_json": "json",
     "guided_regex": "regex",
@@ -45,6 +47,7 @@ _GUIDED = {  # vLLM's older fields
 def guided_decoding(fields: Mapping[str, Any]) -> GuidedDecodingParams | None:
     """`fields`: those of this module that were given."""
     found = {name: value for name, value in fields.items() if value is not None}
+    whitespace = found.pop(_WHITESPACE, None)
     guided = [
         (name, params)
         for name, value in found.items()
@@ -55,6 +58,12 @@ def guided_decoding(fields: Mapping[str, Any]) -> GuidedDecodingParams | None:
         raise RequestError(
             "invalid_value", f"{names} both say what the output must be; give one", guided[1][0]
         )
+    if whitespace is not None:
+        if not guided:
+            raise RequestError(
+                "invalid_value", f"{_WHITESPACE} is of JSON; ask for a schema, too", _WHITESPACE
+            )
+        return replace(guided[0][1], whitespace_pattern=whitespace)
     return guided[0][1] if guided else None
 
 
@@ -99,21 +108,27 @@ def _response_format(name: str, value: Mapping[str, Any]) -> GuidedDecodingParam
 
 
 def _structured_outputs(name: str, value: Mapping[str, Any]) -> GuidedDecodingParams:
-    unknown = next((key for key in value if key not in KINDS), None)
-    if unknown is not None:
+    given = {key: one for key, one in value.items() if one is not None}
+    whitespace = given.get("whitespace_pattern")
+    if given.pop("disable_any_whitespace", False):
+        given["whitespace_pattern"] = whitespace = ""
+    unknown = next((key for key in given if key not in (*KINDS, "whitespace_pattern")), None)
+    if unknown is not None or not isinstance(whitespace, str | None):
+        wrong = unknown or "whitespace_pattern"
         raise RequestError(
             "unsupported",
-            f"{name}.{unknown} is not supported; give one of {', '.join(KINDS)}",
-            f"{name}.{unknown}",
+            f"{name}.{wrong} is not supported so; give one of {', '.join(KINDS)}, and beside "
+            "schemas whitespace_pattern or disable_any_whitespace",
+            f"{name}.{wrong}",
         )
-    return GuidedDecodingParams(**value, param=name)
+    return GuidedDecodingParams(**given, param=name)
 
 
 _READ: Mapping[str, Callable[[str, Any], GuidedDecodingParams | None]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
 }
-FIELDS = (*_READ, *_GUIDED)
+FIELDS = (*_READ, *_GUIDED, _WHITESPACE)
 
 
 def _field(name: str, value: Mapping[str, Any], key: str, kind: Any) -> Any:
