@@ -90,6 +90,24 @@ def test_nvfp4_activations_give_the_logits_of_rounded_ones(tmp_path, w4a4_checkp
     assert (plain - theirs).abs().mean() / size > 5 * ROUNDED  # rounding is no small thing
 
 
+def test_a_mix_has_nvfp4_activations_where_a_module_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(FORMATS, "NVFP4", ({"group_size": 16}, w4a4))
+    make_checkpoint(tmp_path, "llama", **SHAPE)
+    names = [name.removesuffix(".weight") for name in load_file(tmp_path / FILE)]
+    how = {
+        name: {"quant_algo": "NVFP4" if ".mlp." in name else "FP8"}
+        for name in names
+        if name.endswith("_proj")
+    }
+    settings = {"quant_algo": "MIXED_PRECISION", "quantized_layers": how}
+    rounding = quantize(tmp_path, lambda module: how[module]["quant_algo"], settings)
+    model = load(tmp_path)
+    assert len(scaled_weights(model)) == 4
+    ours = torch.cat(mixed_run(model, prompts(500)))
+    theirs = torch.cat(expected_logits(tmp_path, rounding, prompts(500)))
+    assert (ours - theirs).abs().mean() / theirs.abs().mean() < ROUNDED
+
+
 def test_a_rank_has_the_groups_of_its_inputs(tmp_path, w4a4_checkpoint):
     whole = load(tmp_path).layers[0].mlp.down_proj.weight
     parts = [

@@ -323,6 +323,7 @@ def test_scheduling_settings_are_passed_on():
 
 
 MADE_FOR_FP8 = make_spec(quantization=QuantSpec(format=None, cache_dtype="float8_e4m3fn"))
+MADE_FOR_INT8 = make_spec(quantization=QuantSpec(format=None, cache_dtype="INT8"))
 ADA, AMPERE = make_device(arch=89), make_device(arch=80)
 
 
@@ -333,6 +334,7 @@ ADA, AMPERE = make_device(arch=89), make_device(arch=80)
         (GPU, MADE_FOR_FP8, "auto", "float8_e4m3fn", "the checkpoint is made for it"),
         (CPU, MADE_FOR_FP8, "auto", "float8_e4m3fn", "the checkpoint is made for it"),
         (AMPERE, MADE_FOR_FP8, "auto", "bfloat16", "sm_80 has no FP8"),
+        (AMPERE, MADE_FOR_INT8, "auto", "int8", "the checkpoint is made for it; scales are found"),
         (ADA, make_spec(), "fp8", "float8_e4m3fn", "set by kv_cache_config.dtype"),
         (AMPERE, MADE_FOR_FP8, "int8", "int8", "set by kv_cache_config.dtype"),
         (GPU, MADE_FOR_FP8, "bfloat16", "bfloat16", "set by kv_cache_config.dtype"),

@@ -66,6 +66,10 @@ UNDERSTOOD = {
         {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
         QuantSpec(format=PER_TENSOR, cache_dtype="NVFP4"),
     ),
+    "modelopt, cache in integers": (
+        {"quant_algo": "FP8", "kv_cache_quant_algo": "INT8"},
+        QuantSpec(format=PER_TENSOR, cache_dtype="INT8"),
+    ),
     "modelopt, cache alone": (
         {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
         QuantSpec(format=None, cache_dtype=FP8),
