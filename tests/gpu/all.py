@@ -49,6 +49,7 @@ def parts() -> list[Part]:
         Part("experts", script("moe_check.py", "ops"), 200.0),
         Part("fp8", script("fp8_check.py", "ops", "models")),
         Part("weight-only", script("weight_only_check.py")),
+        Part("block-scaled", script("block_scaled_check.py")),
         Part("latent attention", script("mla_check.py", "ops", "layer")),
         Part("delta net", script("delta_check.py", "ops", "graph")),
         Part("sampling", script("sampling_check.py", "checks")),
