@@ -2,26 +2,33 @@
 
     python benchmarks/admission.py [--row 70b-fp8-kv8] [--share 0.93] [--loads burst chat ...]
                                    [--host-gib 16]
+    python benchmarks/admission.py --conversations 400 [--in-bursts 512 2048 8192] [--beside 512]
 
 The real scheduler plans; a step takes the roofline time of the row, divided by the share of the
 roofline that is reached, and decodes are padded to the size of a graph. Loads: `burst` is the
 table's 256 requests at once; `chat` 1500 at once whose completions have 400 tokens in the mean and
 no limit; `arriving` 1200 over 2.4 minutes, 600 and 4096; `mixed` 600 whose completions have 200 or
 3500 tokens; `long` 400 of 4000 tokens, limited to 8192.
+
+--conversations: instead so many of `penstock bench chat` at once, the 8B (`simulated_chat.py`), by
+the tokens that a step has in a burst.
 """
 
 import argparse
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import quantiles
 
 import numpy as np
 from roofline import roofline_of
 from shapes import ROWS
+from simulated_chat import Device, simulate_chat
 
-from penstock.config.graphs import padded_sizes
+from penstock.bench.conversations import Workload
+from penstock.config.graphs import CudaGraphConfig, padded_sizes
 from penstock.config.run import CapacityPolicy, RunConfig
+from penstock.core.chunk_limit import ChunkLimit
 from penstock.core.kv.groups import FullGroup
 from penstock.core.kv.manager import KVManager
 from penstock.core.scheduler import Scheduler
@@ -151,6 +158,24 @@ def simulate(
     return Figures(num_out / now, counters.preemptions, most_running, list(first_s.values()))
 
 
+def compare_bursts(num_conversations: int, beside: int, in_bursts: Sequence[int]) -> None:
+    policy = CapacityPolicy.EXPECTED_OUTPUT
+    config = replace(run_config(policy, 2048, 8192), depth=2, block_reuse=True, partial_reuse=True)
+    at_start, when_idle = CudaGraphConfig().mixes(config.max_batch_size, config.max_num_tokens)
+    device = Device(at_start + when_idle)
+    print("in bursts  tok/s  TTFT p50, p99 of first turns  TPOT p50, p99  ITL p99 ms  eager steps")
+    for tokens in in_bursts:
+        limit = ChunkLimit(beside, config.max_num_tokens, tokens)
+        found = simulate_chat(config, limit.of_step, Workload(), num_conversations, device)
+        ttft, tpot = quantiles(found.first_ttft_ms, n=100), quantiles(found.tpot_ms, n=100)
+        itl = quantiles(found.itl_ms, n=100)
+        print(
+            f"{tokens:9} {found.tok_s:6.0f} {ttft[49]:10.0f} {ttft[98]:6.0f} {tpot[49]:24.1f} "
+            f"{tpot[98]:6.1f} {itl[98]:9.1f} {found.num_eager:10}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,7 +185,13 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--policies", nargs="+", type=CapacityPolicy, default=list(CapacityPolicy))
     parser.add_argument("--host-gib", type=float, default=0, help="host_cache_size")
+    parser.add_argument("--conversations", type=int, help="at once, in place of the loads")
+    parser.add_argument("--in-bursts", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--beside", type=int, default=512, help="prompt tokens beside decodes")
     args = parser.parse_args()
+    if args.conversations is not None:
+        compare_bursts(args.conversations, args.beside, args.in_bursts)
+        return
     print(f"{'load':9} {'policy':20} {'tok/s':>6} {'preempted':>9} {'running':>8}  TTFT p50, p99 s")
     for name in args.loads:
         jobs = LOADS[name](random.Random(1))

@@ -1,5 +1,7 @@
 """`MixedGraphs`: steps of decodes and prompts in any mix, padded to the smallest captured shape."""
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -49,6 +51,7 @@ class MixedGraphs:
         self._max_prefix = max_prefix
         # By size, the smallest first; of each kind: with fields or without.
         self._captured: dict[StepShape, dict[bool, Captured]] = {}
+        self._num_tokens: list[int] = []  # of these shapes
 
     def capture(self) -> None:
         """What is captured at start, the largest first."""
@@ -71,6 +74,7 @@ class MixedGraphs:
             )
         known = {**self._captured, shape: kinds}
         self._captured = dict(sorted(known.items(), key=lambda item: _size(item[0])))
+        self._num_tokens = [shape.num_tokens for shape in self._captured]
 
     def fits(self, load: StepLoad) -> bool:
         if load.is_eager or load.num_chunks > MAX_CHUNKS:
@@ -95,7 +99,8 @@ class MixedGraphs:
 
     def _shape_of(self, load: StepLoad) -> StepShape | None:
         sizes = load.num_decodes, load.num_prompt_tokens
-        return next((shape for shape in self._captured if shape.holds(*sizes)), None)
+        large = itertools.islice(self._captured, bisect_left(self._num_tokens, sum(sizes)), None)
+        return next((shape for shape in large if shape.holds(*sizes)), None)
 
 
 def _size(shape: StepShape) -> tuple[int, int]:

@@ -95,18 +95,18 @@ class DeviceStep:
             self._event.record()
 
     def wait(self) -> StepResult:
-        if self._event is not None:
-            self._event.synchronize()
-        plan = self._plan
+        plan = self._plan  # what it says is found while the device works
         sampling = np.flatnonzero(plan.num_logit_rows)
         counts = plan.num_logit_rows[sampling]
         firsts, width = np.cumsum(counts) - counts, int(counts.max(initial=1))
+        rows_NW = np.minimum(firsts[:, None] + np.arange(width), max(0, int(counts.sum()) - 1))
         num_accepted = np.minimum(plan.num_logit_rows, 1)
+        token_ids = np.zeros((plan.num_entries, width), np.int32)
+        if self._event is not None:
+            self._event.synchronize()
         if self._num_accepted_N is not None:
             num_accepted[sampling] = self._num_accepted_N.numpy()
         drawn_L, is_token_L = self._drawn_2L.numpy()
-        rows_NW = np.minimum(firsts[:, None] + np.arange(width), max(0, len(drawn_L) - 1))
-        token_ids = np.zeros((plan.num_entries, width), np.int32)
         token_ids[sampling] = drawn_L[rows_NW]
         counts_NW = np.arange(width) < num_accepted[sampling, None]
         is_broken_N = ((is_token_L[rows_NW] == 0) & counts_NW).any(1)

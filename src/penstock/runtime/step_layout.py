@@ -8,6 +8,8 @@ has none as far as kernels see.
 
 # N entries, T tokens, padding included
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,26 +61,23 @@ class StepShape:
         """The step as `unpack` reads it. `prefill_ids`: what a row must prefill."""
         num_decodes, num_chunks = plan.num_decodes, plan.num_entries - plan.num_decodes
         assert num_chunks <= MAX_CHUNKS, (self, plan)
-        packed = np.zeros(self.packed_size, np.int32)
+        packed = self.padding(padding_row)
         rows, starts, counts, query_starts, logit_entries, ids, entries, offsets = self._fields(
             packed
         )
-        first = self.num_decodes  # entry and token where chunks begin
-        chunks = slice(first, first + num_chunks)
-        rows.fill(padding_row)
-        rows[:num_decodes], rows[chunks] = plan.rows[:num_decodes], plan.rows[num_decodes:]
-        starts[:first], starts[chunks] = FROM_DEVICE, plan.starts[num_decodes:]
+        rows[:num_decodes] = plan.rows[:num_decodes]
         starts[:num_decodes] = plan.starts[:num_decodes]
-        counts[:first], counts[chunks] = 1, plan.num_tokens[num_decodes:]
-        query_starts[1:] = np.cumsum(counts)
-        num_tokens = int(query_starts[-1])
-        entries.fill(self.num_entries - 1)
-        entries[:num_tokens] = np.repeat(np.arange(self.num_entries, dtype=np.int32), counts)
-        offsets[:num_tokens] = np.arange(num_tokens) - query_starts[entries[:num_tokens]]
-        for i in range(num_chunks):
-            start, token = int(plan.starts[num_decodes + i]), int(query_starts[first + i])
-            size = int(counts[first + i])
-            ids[token : token + size] = prefill_ids(int(rows[first + i]))[start : start + size]
+        first = token = self.num_decodes  # entry and token where chunks begin
+        numbers = (plan.rows, plan.starts, plan.num_tokens)
+        chunks = zip(*(column[num_decodes:].tolist() for column in numbers), strict=True)
+        for entry, (row, start, size) in enumerate(chunks, first):
+            here = slice(token, token + size)
+            rows[entry], starts[entry], counts[entry] = row, start, size
+            ids[here] = prefill_ids(row)[start : start + size]
+            entries[here], offsets[here] = entry, np.arange(size)
+            token += size
+            query_starts[entry + 1] = token
+        query_starts[first + num_chunks + 1 :] = token
         sampling = np.flatnonzero(plan.num_logit_rows)
         is_chunk = sampling >= num_decodes
         logit_entries[: len(sampling)] = sampling + is_chunk * (first - num_decodes)
@@ -86,14 +85,7 @@ class StepShape:
 
     def padding(self, padding_row: int) -> Int32s:
         """A step of padding alone, from which one is captured."""
-        packed = np.zeros(self.packed_size, np.int32)
-        rows, starts, counts, query_starts, _, _, entries, _ = self._fields(packed)
-        rows.fill(padding_row)
-        starts[: self.num_decodes], counts[: self.num_decodes] = FROM_DEVICE, 1
-        query_starts[1:] = np.cumsum(counts)
-        entries.fill(self.num_entries - 1)
-        entries[: self.num_decodes] = np.arange(self.num_decodes)
-        return packed
+        return _padding(self, padding_row).copy()
 
     def unpack(self, packed: Tensor) -> tuple[list[Tensor], Tensor]:
         """(what `Rows` makes a batch of, the entry of each logit row, of which there are N)."""
@@ -106,8 +98,26 @@ class StepShape:
 
     def _fields(self, packed: Int32s) -> list[Int32s]:
         """Views."""
-        firsts = np.cumsum([0, *map(_aligned, self._sizes)])
-        return [packed[at : at + size] for at, size in zip(firsts, self._sizes, strict=False)]
+        return [packed[place] for place in _places(self)]
+
+
+@functools.cache
+def _places(shape: StepShape) -> list[slice]:
+    sizes = shape._sizes
+    firsts = itertools.accumulate(map(_aligned, sizes[:-1]), initial=0)
+    return [slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+
+
+@functools.cache
+def _padding(shape: StepShape, padding_row: int) -> Int32s:
+    packed = np.zeros(shape.packed_size, np.int32)
+    rows, starts, counts, query_starts, _, _, entries, _ = shape._fields(packed)
+    rows.fill(padding_row)
+    starts[: shape.num_decodes], counts[: shape.num_decodes] = FROM_DEVICE, 1
+    query_starts[1:] = np.cumsum(counts)
+    entries.fill(shape.num_entries - 1)
+    entries[: shape.num_decodes] = np.arange(shape.num_decodes)
+    return packed
 
 
 def _aligned(size: int) -> int:
