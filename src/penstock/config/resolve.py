@@ -18,9 +18,11 @@ from penstock.config.run import (
     NGramDrafting,
     PromptBalance,
     RunConfig,
+    ThinkingDrafts,
+    TypicalDrafts,
 )
 from penstock.config.schema import EngineConfig
-from penstock.config.speculative import DRAFT_LENS
+from penstock.config.speculative import DRAFT_LENS, SpeculativeConfig
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
@@ -698,7 +700,12 @@ def _drafting(
                 "speculative_config.decoding_type is MTP, but the model has no MTP head "
                 "(num_nextn_predict_layers); set it to NGram, or leave speculative_config out"
             )
-        return MTPDrafting(max_drafts=max_drafts, max_decodes=most, is_adaptive=adaptive)
+        return MTPDrafting(
+            max_drafts=max_drafts,
+            max_decodes=most,
+            is_adaptive=adaptive,
+            relaxed=_relaxed_thinking(asked, spec),
+        )
     if kind in ("Draft_Target", "Eagle3"):
         assert draft is not None, "given by the engine"
         _check_draft_model(draft, spec)
@@ -719,6 +726,9 @@ def _drafting(
             max_drafts=max_drafts,
             max_decodes=most,
             is_adaptive=adaptive,
+            relaxed=None
+            if asked.posterior_threshold is None
+            else TypicalDrafts(threshold=asked.posterior_threshold),
         )
     return NGramDrafting(
         max_drafts=max_drafts,
@@ -727,6 +737,20 @@ def _drafting(
         max_size=asked.max_matching_ngram_size,
         use_oldest=asked.is_keep_all and asked.is_use_oldest,
     )
+
+
+def _relaxed_thinking(asked: SpeculativeConfig, spec: ModelSpec) -> ThinkingDrafts | None:
+    if not asked.use_relaxed_acceptance_for_thinking:
+        return None
+    tokens = asked.begin_thinking_phase_token, asked.end_thinking_phase_token
+    if max(tokens) >= spec.vocab_size:
+        raise ConfigError(
+            f"begin_thinking_phase_token and end_thinking_phase_token are {tokens}, but the model "
+            f"has {spec.vocab_size} tokens; set them to those that open and close its thinking, or "
+            "leave use_relaxed_acceptance_for_thinking out"
+        )
+    begin, end = tokens
+    return ThinkingDrafts(top_k=asked.relaxed_topk, delta=asked.relaxed_delta, begin=begin, end=end)
 
 
 def _check_draft_model(draft: DraftModel, spec: ModelSpec) -> None:

@@ -27,10 +27,31 @@ class QueuePolicy(StrEnum):
     FCFS = "fcfs"  # first come first served, priorities are not looked at
 
 
+class ThinkingDrafts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """While a sequence thinks, a draft counts if it is one of the `top_k` likeliest tokens and at
+    most `delta` less probable than the likeliest."""
+
+    top_k: int
+    delta: float
+    begin: int  # tokens that begin and end the thinking
+    end: int
+
+
+class TypicalDrafts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A draft counts if it is more probable than the smaller of `threshold` and its root times
+    exp(-entropy): typical acceptance."""
+
+    threshold: float
+
+
+RelaxedDrafts = ThinkingDrafts | TypicalDrafts
+
+
 class _Drafting(msgspec.Struct, frozen=True, kw_only=True, tag=True):  # crosses to other ranks
     max_drafts: int
     is_adaptive: bool = False  # fewer are drafted where that is quicker
     max_decodes: int | None = None  # of a step; with more nothing is drafted
+    relaxed: RelaxedDrafts | None = None  # None: only the token that would have been drawn counts
 
 
 class NGramDrafting(_Drafting, frozen=True):

@@ -12,6 +12,13 @@ _OWN_FIELDS = {  # what one decoding type has alone
     "is_use_oldest": ("NGram", "AUTO"),
     "speculative_model": ("Draft_Target", "Eagle3"),
     "eagle3_layers_to_capture": ("Eagle3",),
+    "use_relaxed_acceptance_for_thinking": ("MTP",),
+    "relaxed_topk": ("MTP",),
+    "relaxed_delta": ("MTP",),
+    "begin_thinking_phase_token": ("MTP",),
+    "end_thinking_phase_token": ("MTP",),
+    "greedy_sampling": ("Eagle3",),
+    "posterior_threshold": ("Eagle3",),
 }
 DRAFT_LENS = {"NGram": 4, "MTP": 1, "Draft_Target": 4, "Eagle3": 3}  # where none is set
 
@@ -66,6 +73,43 @@ class SpeculativeConfig(StrictModel):
         "false: the newest.",
         status="beta",
     )
+    use_relaxed_acceptance_for_thinking: bool = setting(
+        False,
+        "MTP: while a sequence thinks, a draft counts, too, that is nearly as likely as the "
+        "likeliest token (relaxed_topk, relaxed_delta). More drafts count; output may differ from "
+        "that without drafts.",
+        status="beta",
+    )
+    relaxed_topk: int = setting(
+        1, "How many of the likeliest tokens a draft may be of.", status="beta", ge=1, le=1024
+    )
+    relaxed_delta: float = setting(
+        0.0,
+        "How much less probable than the likeliest token a draft may be.",
+        status="beta",
+        ge=0.0,
+        le=1.0,
+    )
+    begin_thinking_phase_token: int = setting(
+        128798, "Token that begins the thinking; DeepSeek-R1's.", status="beta", ge=0, le=2**31 - 1
+    )
+    end_thinking_phase_token: int = setting(
+        128799, "Token that ends the thinking; DeepSeek-R1's.", status="beta", ge=0, le=2**31 - 1
+    )
+    greedy_sampling: bool = setting(
+        True,
+        "Eagle3: false: typical acceptance, by posterior_threshold. Output may differ from that "
+        "without drafts.",
+        status="beta",
+    )
+    posterior_threshold: float | None = setting(
+        None,
+        "Eagle3 with greedy_sampling false: a draft counts if it is more probable than this, or "
+        "than its root times exp(-entropy) where that is less.",
+        status="beta",
+        gt=0.0,
+        lt=1.0,
+    )
     max_concurrency: int | None = setting(
         None,
         "Nothing is drafted in steps that decode more sequences than this: many keep the device "
@@ -92,4 +136,12 @@ class SpeculativeConfig(StrictModel):
                 raise ValueError(f"{name} belongs to decoding_type {kinds[0]}, not {kind}")
         if kind in _OWN_FIELDS["speculative_model"] and self.speculative_model is None:
             raise ValueError(f"decoding_type {kind} needs a speculative_model: a folder or a name")
+        if self.greedy_sampling != (self.posterior_threshold is None):
+            raise ValueError("greedy_sampling: false and posterior_threshold belong together")
+        if not self.use_relaxed_acceptance_for_thinking and (
+            self.relaxed_topk > 1 or self.relaxed_delta
+        ):
+            raise ValueError(
+                "relaxed_topk and relaxed_delta need use_relaxed_acceptance_for_thinking: true"
+            )
         return self

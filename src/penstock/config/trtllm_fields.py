@@ -94,14 +94,12 @@ _NO_WAIT = "prompts are never held back to fill a step"
 _FP32_STATE = "recurrent states are float32"
 _NO_PYTHON_OBJECT = "it takes a Python object, which a configuration file cannot hold"
 _OTHER_DRAFTER = "it belongs to a decoding_type that is not there"
-_NO_RELAXED = (
-    "a draft is accepted only if it is the token that would have been drawn: output does not change"
-)
 _NO_TREE = "drafts are no tree: one token is drafted for each place"
-_STRICT = ignored("acceptance is never relaxed")
 _DRAFTING_FIELDS = (
     *("decoding_type", "max_draft_len", "max_concurrency", "max_matching_ngram_size"),
     *("is_keep_all", "is_use_oldest", "speculative_model", "eagle3_layers_to_capture"),
+    *("use_relaxed_acceptance_for_thinking", "relaxed_topk", "relaxed_delta", "greedy_sampling"),
+    *("begin_thinking_phase_token", "end_thinking_phase_token", "posterior_threshold"),
 )
 _OTHER_DRAFTERS_FIELDS = (
     *("sa_config", "enable_global_pool", "global_pool_size"),
@@ -361,19 +359,13 @@ _OUTPUT = {
         ),
         {
             **dict.fromkeys(_DRAFTING_FIELDS, SUPPORTED),
-            **dict.fromkeys(("begin_thinking_phase_token", "end_thinking_phase_token"), _STRICT),
-            "use_relaxed_acceptance_for_thinking": rejected(_NO_RELAXED, False),
-            "relaxed_topk": rejected(_NO_RELAXED, 1),
-            "relaxed_delta": rejected(_NO_RELAXED, 0.0, 0),
             "use_mtp_vanilla": rejected("one MTP head is run as often as there are drafts", False),
             "mtp_eagle_one_model": ignored("one MTP head is run as often as needed", True),
             "eagle3_one_model": ignored("the head always runs beside the model", True),
             "eagle3_model_arch": rejected("heads of Llama's layout run", "llama3"),
             "load_format": ignored("the draft model is loaded as the model is", "auto"),
-            "greedy_sampling": ignored("drafts are always the likeliest tokens", True),
             **dict.fromkeys(("use_dynamic_tree",), rejected(_NO_TREE, False)),
             **dict.fromkeys(("dynamic_tree_max_topK", "eagle_choices"), rejected(_NO_TREE)),
-            "posterior_threshold": rejected(_NO_RELAXED),
             "is_public_pool": rejected(
                 "a request drafts from its own tokens: by a pool of all requests one user could "
                 "tell what others write; set it to false or leave it out",

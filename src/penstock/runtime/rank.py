@@ -140,7 +140,8 @@ def wire_runner(
     drafter = make_drafter(config, model, rows, device)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
     plugins = config.logits_processors
-    sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed, plugins)
+    relaxed = None if config.drafting is None else config.drafting.relaxed
+    sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed, plugins, relaxed)
     return ModelRunner(model, rows, kv, sampler, mesh, drafter), rows
 
 

@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.config.run import RelaxedDrafts
 from penstock.kernels.sampling import argmax, gumbel_argmax
 from penstock.kernels.transfer import to_device
 from penstock.sampling import logits_processors, plugins
 from penstock.sampling.logprobs import SampledLogprobs, token_logprobs
+from penstock.sampling.relaxed import RelaxedDraws
 from penstock.sampling.stage import Stage, StepRows
 from penstock.sampling.state import FILTERS, SamplingFlags, SamplingState
 from penstock.sampling.verification import DraftedRows
@@ -48,16 +50,20 @@ class Sampler:
         device: torch.device,
         seed: int,
         plugin_names: Sequence[str] = (),
+        relaxed: RelaxedDrafts | None = None,
     ) -> None:
         self._state = SamplingState(max_rows, vocab_size, device, seed)
         loaded = plugins.load(plugin_names, self._state)
         self._stages = logits_processors.make_stages(self._state, loaded)
+        self._relaxed = None if relaxed is None else RelaxedDraws(relaxed, max_rows, device)
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         """Sequences take rows; whatever the rows remembered is gone."""
         self._state.join(joins)
         for stage in self._stages:
             stage.join(joins)
+        if self._relaxed is not None:
+            self._relaxed.join(joins)
 
     def sample(
         self,
@@ -80,7 +86,7 @@ class Sampler:
             step = StepRows(rows, rows_L, kv_lens_L, self._state.params(rows_L), drafted)
             drawn_2L = self._choose(logits_LV, rows, step, flags, stages, late)
         else:
-            drawn_2L = argmax(logits_LV)
+            drawn_2L = self._relax(argmax(logits_LV), logits_LV, rows_L, drafted)
         if flags & SamplingFlags.LOGPROBS:
             return Sampled(drawn_2L, self._logprobs(logits_LV, drawn_2L[0], rows))
         return Sampled(drawn_2L)
@@ -108,8 +114,16 @@ class Sampler:
             )
         else:
             drawn_2L = argmax(logits_LV)
+        drawn_2L = self._relax(drawn_2L, logits_LV, step.rows_L, step.drafted)
         for stage in stages:
             stage.on_commit(step, drawn_2L[0])
+        return drawn_2L
+
+    def _relax(
+        self, drawn_2L: Tensor, logits_LV: Tensor, rows_L: Tensor, drafted: DraftedRows | None
+    ) -> Tensor:
+        if self._relaxed is not None:
+            drawn_2L[0] = self._relaxed.take(drawn_2L[0], logits_LV, rows_L, drafted)
         return drawn_2L
 
     def _logprobs(

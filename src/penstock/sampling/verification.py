@@ -39,6 +39,16 @@ class DraftedRows:
         """The first row of each entry."""
         return to_device(np.cumsum(self.counts) - self.counts, self.drafts_NK.device)
 
+    def compared(self) -> Tensor:
+        """int64 [L]: the draft whose place each row's token takes; negative behind the last."""
+        device, last = self.drafts_NK.device, self.counts - 1
+        entries = np.repeat(np.arange(len(self.counts)), self.counts)
+        offsets = np.arange(len(entries)) - (np.cumsum(self.counts) - self.counts)[entries]
+        index_2L = np.stack((entries, np.minimum(offsets, self.drafts_NK.shape[1] - 1)))
+        entries_L, offsets_L = to_device(index_2L, device)
+        is_last_L = to_device(offsets == last[entries], device)
+        return torch.where(is_last_L, -1, self.drafts_NK[entries_L, offsets_L])
+
     def earlier_drafts(self) -> tuple[Tensor, Tensor]:
         """(int64 [L, K], bool [L, K]): the drafts of each row's entry; which it has been fed."""
         device = self.drafts_NK.device
