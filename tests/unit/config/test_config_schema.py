@@ -136,7 +136,7 @@ MALFORMED = [
     ),
     (
         {"speculative_config": {"decoding_type": "MTP", "relaxed_topk": 3}},
-        "speculative_config.relaxed_topk cannot be used: a draft is accepted only if it is the",
+        "relaxed_topk and relaxed_delta need use_relaxed_acceptance_for_thinking: true",
     ),
     (
         {"speculative_config": {"decoding_type": "MTP", "max_matching_ngram_size": 3}},
