@@ -128,6 +128,7 @@ def _parser() -> Parser:
     _add_quantize(commands)
 
     _add_plan(commands)
+    _add_eplb(commands)
 
     doctor = commands.add_parser("doctor", help="show what this machine has")
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -137,6 +138,18 @@ def _parser() -> Parser:
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
     completion.set_defaults(module="penstock.cli.completion", parser=completion)
     return parser
+
+
+def _add_eplb(commands: "argparse._SubParsersAction[Parser]") -> None:
+    command = commands.add_parser("eplb", help="which expert goes to which slot, by recorded load")
+    command.add_argument("record", help="file that moe_config.load_record_path has written")
+    command.add_argument("--ep_size", type=int, required=True, help="expert-parallel ranks")
+    command.add_argument("--num_slots", type=int, help="over all ranks; default: one an expert")
+    command.add_argument(
+        "--layer_updates_per_iter", type=int, default=0, help="written as it is; 0: experts stay"
+    )
+    command.add_argument("-o", "--output", default="eplb.yaml", help="file to write")
+    command.set_defaults(module="penstock.cli.eplb", parser=command)
 
 
 def _add_plan(commands: "argparse._SubParsersAction[Parser]") -> None:

@@ -19,9 +19,10 @@ from penstock.bench.prepare import Lengths, Normal, Uniform, real_lines, synthet
 from penstock.bench.records import Ask
 from penstock.cli.flags import Flag, settings
 from penstock.cli.offline_flags import ENGINE_FLAGS, PREPARE_FLAGS
-from penstock.config.load import load_config, read_yaml
+from penstock.config.load import load_config
 from penstock.config.schema import EngineConfig
 from penstock.config.trtllm_fields import put
+from penstock.config.yaml_file import read_yaml
 from penstock.errors import ConfigError
 from penstock.hub.folder import has_tokenizer, local_folder
 from penstock.text.tokenizer import Tokenizer

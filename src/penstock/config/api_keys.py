@@ -13,9 +13,9 @@ from pydantic import Field, ValidationError, field_validator
 
 from penstock import log
 from penstock.config.base import StrictModel
-from penstock.config.load import read_yaml
 from penstock.config.messages import explain
 from penstock.config.schema import EngineConfig
+from penstock.config.yaml_file import read_yaml
 from penstock.errors import ConfigError
 
 MAX_KEYS = 1024

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock import log
-from penstock.config.load import merge, read_yaml
+from penstock.config.load import merge
 from penstock.config.messages import shown
 from penstock.config.trtllm_fields import canonical
+from penstock.config.yaml_file import read_yaml
 from penstock.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).parent / "recipes"

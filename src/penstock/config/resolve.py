@@ -26,6 +26,7 @@ from penstock.config.speculative import DRAFT_LENS, SpeculativeConfig
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
+from penstock.types.expert_slots import ExpertSlots, check_num_slots, check_slots
 from penstock.types.mesh import MeshShape, stage_layers
 from penstock.types.model_spec import DraftModel, ModelSpec, QuantSpec, W8A8Spec
 from penstock.types.setting_choice import SettingChoice
@@ -161,6 +162,10 @@ def resolve(
         quantized_activations=quantized_activations,
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
+        moe_all_to_all=spec.moe is not None
+        and choices.add("moe_all_to_all", _all_to_all(config, mesh)),
+        expert_slots=_expert_slots(config, spec, mesh),
+        expert_load_path=_expert_load_path(config, spec, mesh),
         graph_batch_sizes=graph_batch_sizes,
         graph_token_sizes=config.cuda_graph_config.token_sizes(max_num_tokens)
         if config.cuda_graph_config is not None and graph_batch_sizes and mesh.cp == 1
@@ -487,6 +492,58 @@ def _moe(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[str]:
     else:
         best, reason = "triton", f"preferred on sm_{device.arch}"
     return best, reason if asked in ("AUTO", best.upper()) else f"{reason}; stands in for {asked}"
+
+
+def _all_to_all(config: EngineConfig, mesh: MeshShape) -> Reasoned[bool]:
+    if config.moe_config.backend != "WIDEEP":
+        return False, "moe_config.backend is not WIDEEP"
+    if mesh.dp == 1 or mesh.dp < mesh.stage_size:
+        return False, "ranks have the same tokens: that is otherwise with enable_attention_dp"
+    if mesh.ep < mesh.stage_size:
+        return False, f"{mesh.etp} rank(s) share an expert: all of them need its tokens"
+    return True, "WIDEEP: ranks have other tokens and other experts"
+
+
+def _expert_slots(config: EngineConfig, spec: ModelSpec, mesh: MeshShape) -> ExpertSlots | None:
+    asked, name = config.moe_config.load_balancer, "moe_config.load_balancer"
+    if asked is None:
+        return None
+    if (moe := spec.moe) is None:
+        raise ConfigError(f"{name} is set, but {spec.architecture} has no experts; leave it out")
+    if mesh.ep == 1:
+        raise ConfigError(
+            f"{name} is set, but no rank has other experts than another; set "
+            "moe_expert_parallel_size (--ep_size) to the number of ranks, or leave it out"
+        )
+    if mesh.ep < mesh.stage_size or mesh.stage_size not in (mesh.dp, mesh.tp):
+        raise ConfigError(
+            f"{name} is set, and {mesh} is not one set of whole experts per rank; set "
+            f"moe_expert_parallel_size to {mesh.stage_size}, or leave it out"
+        )
+    num_slots = moe.num_experts if asked.num_slots is None else asked.num_slots
+    check_num_slots(num_slots, moe.num_experts, mesh.ep)
+    initial = asked.initial_global_assignments or {}
+    for layer, slots in initial.items():
+        what = f"{name}.initial_global_assignments of layer {layer}"
+        is_head = spec.num_layers <= layer < spec.num_layers + spec.num_nextn_predict_layers
+        if not is_head and not (0 <= layer < spec.num_layers and moe.layers[layer]):
+            raise ConfigError(f"{what} is given, but that is no layer of experts; leave it out")
+        if len(slots) != num_slots:
+            raise ConfigError(f"{what} has {len(slots)} slots, but num_slots is {num_slots}")
+        check_slots(what, slots, moe.num_experts, mesh.ep)
+    return ExpertSlots(
+        num_slots=num_slots,
+        layer_updates=asked.layer_updates_per_iter,
+        initial=tuple((layer, tuple(slots)) for layer, slots in sorted(initial.items())),
+    )
+
+
+def _expert_load_path(config: EngineConfig, spec: ModelSpec, mesh: MeshShape) -> str | None:
+    path = config.moe_config.load_record_path
+    if path is not None and (spec.moe is None or mesh.pp > 1):
+        reason = "the model has no experts" if spec.moe is None else "rank 0 has one stage's layers"
+        raise ConfigError(f"moe_config.load_record_path is set, but {reason}; leave it out")
+    return path
 
 
 def _ep_size(config: EngineConfig, spec: ModelSpec) -> Reasoned[int]:

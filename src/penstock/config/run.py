@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from penstock.types.adapter import Adapter
+from penstock.types.expert_slots import ExpertSlots
 from penstock.types.mesh import MeshShape
 from penstock.types.setting_choice import SettingChoice
 
@@ -149,6 +150,9 @@ class RunConfig:
     host_cache_bytes: int = 0  # for the cache of preempted sequences
     moe_backend: str = "none"  # "triton", "torch", "reference", or "none": there are no experts
     moe_max_tokens: int | None = None  # that go through the experts at once
+    moe_all_to_all: bool = False  # data-parallel ranks send tokens to those of their experts alone
+    expert_slots: ExpertSlots | None = None  # None: every expert has one, where it was loaded
+    expert_load_path: str | None = None  # file for the load of experts
     drafting: Drafting | None = None  # None: one token a step and sequence
     lora: LoraRun | None = None  # None: no adapters
     queue_policy: QueuePolicy = QueuePolicy.PRIORITY

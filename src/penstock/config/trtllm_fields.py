@@ -245,7 +245,7 @@ _KERNELS = {
     ),
     **_section(
         "moe_config.load_balancer",
-        ignored("experts stay where they were loaded, none of them twice"),
+        SUPPORTED,
         "num_slots initial_global_assignments layer_updates_per_iter",
     ),
     **_section(

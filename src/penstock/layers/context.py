@@ -7,6 +7,7 @@ import torch
 from penstock.kernels.attention.backend import AttentionBackend
 from penstock.parallel.mesh import RankMesh
 from penstock.quantization.scheme import TableScheme
+from penstock.types.expert_slots import ExpertSlots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,9 @@ class ExpertsContext:
 
     by_reference: bool = False  # as the op's reference does, slow and plain
     max_tokens: int | None = None  # computed at once; more are cut into pieces
+    all_to_all: bool = False  # tokens are sent to the ranks of their experts alone
+    slots: ExpertSlots | None = None  # None: every expert has one
+    counts_by_expert: bool = False  # what comes to experts of other ranks is told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

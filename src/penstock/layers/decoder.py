@@ -26,7 +26,7 @@ from penstock.layers.moe import Experts, MoE, Router, experts_or_mlp
 from penstock.layers.mtp import MTPHead
 from penstock.layers.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
-from penstock.layers.token_exchange import TokenExchange
+from penstock.layers.token_exchange import NoExchange, TokenExchange
 from penstock.parallel.stages import Elsewhere, Stage
 from penstock.types.model_spec import ModelSpec, first_of_each
 from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, Rules, fuse, rename, rules
@@ -56,7 +56,8 @@ class DecoderBlock(nn.Module):
         self.attention = attention
         self.post_norm = _norm(spec, build)
         self.mlp = mlp
-        self.exchange = TokenExchange(build)
+        sends_tokens = isinstance(mlp, MoE) and mlp.dispatch is not None
+        self.exchange = NoExchange() if sends_tokens else TokenExchange(build)
         self.attention_out_norm: RMSNorm | None = None
         self.mlp_out_norm: RMSNorm | None = None
         if spec.sandwich_norms:
@@ -128,6 +129,7 @@ class Decoder(nn.Module):
             kind: Rope(kind, spec.head_size, spec.max_position, build.device, build.num_positions)
             for kind in {spec.rope_of(layer): None for layer in range(spec.num_layers)}
         }
+        self.num_layers = spec.num_layers
         self.stage = Stage(build.mesh, spec.num_layers)
         self.context = ContextRanks(build)
         self._hidden = spec.hidden_size, build.dtype, build.device

@@ -16,6 +16,22 @@ from penstock.layers.fused_quant import converted
 from penstock.parallel.collectives import all_reduce, gather_tokens, scatter_sums
 
 
+class NoExchange:
+    """Around a block that brings tokens together itself."""
+
+    def num_tokens(self, batch: ForwardBatch) -> int:
+        return batch.num_tokens
+
+    def sent_as(self, wanted: InputFormat, batch: ForwardBatch) -> InputFormat:
+        return wanted
+
+    def gather(self, x_TD: Activation, wanted: InputFormat, batch: ForwardBatch) -> Activation:
+        return x_TD
+
+    def scatter(self, y_TD: Tensor, batch: ForwardBatch) -> Tensor:
+        return y_TD
+
+
 class TokenExchange:
     def __init__(self, build: LayerContext) -> None:
         self._tokens = build.mesh.role("tokens")

@@ -101,6 +101,7 @@ class Eagle3Head(nn.Module):
         super().__init__()
         size = spec.model.hidden_size
         self.hidden_size, self.read_size = size, NUM_CAPTURED * size
+        self.num_layers = spec.model.num_layers
         self.fc = Linear((whole(size),), whole(NUM_CAPTURED * size), bias=False, build=build)
         self.midlayer = _Block(spec.model, build)
         self.final_norm = ResidualNorm(size, spec.model.norm_eps, build)

@@ -121,4 +121,10 @@ def use_schemes(model: "LoadableModel", schemes: "Schemes") -> None:
         elif isinstance(layer, Experts):
             parts = range(2 * layer.num_experts)
             sources = [model.weight_rules.source(Target(f"{name}.gate_up", p)) for p in parts]
-            layer.use(schemes.experts(sources))
+            layer.use(schemes.experts(sources), _layer_number(model, name))
+
+
+def _layer_number(model: "LoadableModel", name: str) -> int:
+    """Of a module; a head's block comes behind the model's layers."""
+    own, number, *_ = name.split(".")
+    return int(number) if own == "layers" else model.num_layers

@@ -73,6 +73,7 @@ class UnreadParameter(PlacedParameter):
     def numbers_by_slot(self, num_slots: int) -> list[list[int]]:
         """Which pieces make up the matrix of each slot; empty ones are left out."""
         held = [number for number, piece in enumerate(self.pieces) if not piece.is_empty]
+        held.sort(key=lambda number: self.pieces[number].shards[0].target.start)
         per_slot = len(held) // num_slots
         return [held[first : first + per_slot] for first in range(0, len(held), per_slot)]
 

@@ -18,6 +18,7 @@ from penstock.kernels.gemm.block_scaled import (
 from penstock.kernels.moe.block_scaled import scaled_experts
 from penstock.parallel.parameter import UnreadParameter
 from penstock.quantization.mxfp4 import Mxfp4Experts
+from penstock.quantization.scheme import largest_of_ranks
 from penstock.quantization.weight_only import (
     WeightOnlyExperts,
     WeightOnlyScheme,
@@ -48,13 +49,15 @@ class BlockScaledExperts(WeightOnlyExperts):
 
     def finish(self, layer: Any) -> None:
         parts = (layer.gate_up, layer.down)
-        weights = [self._scaled(part.weight, layer) for part in parts]
-        if None in weights:
+        weights = [one for part in parts if (one := self._scaled(part.weight, layer)) is not None]
+        if len(weights) < len(parts):
             super().finish(layer)
             return
         for part, weight in zip(parts, weights, strict=True):
             del part.weight
             part.weight = weight
+            if weight.input_scale_1 is not None:
+                largest_of_ranks(weight.input_scale_1, layer)
 
     def apply(
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool

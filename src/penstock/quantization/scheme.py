@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.kernels.formats import Activation, InputFormat
 from penstock.kernels.gemm.gated import MAX_TOKENS
 from penstock.kernels.moe import ExpertWeights, experts
+from penstock.parallel.all_to_all import largest
 from penstock.parallel.parameter import new_parameter, unread_parameter
 from penstock.parallel.shard import Piece, Shard, Span, stack_shards, whole
 
@@ -82,7 +83,7 @@ class ExpertsShape:
     """Matrices [2 * features, hidden] and [hidden, features] of this rank for each slot."""
 
     num_experts: int  # of all ranks
-    experts: Span  # those of this one: the first lies in slot 0
+    experts: tuple[int, ...]  # of this rank's slots; each of another number
     hidden_size: int
     intermediate_size: int  # of all ranks
     features: Span  # of this one
@@ -90,10 +91,10 @@ class ExpertsShape:
 
     @property
     def num_slots(self) -> int:
-        return self.experts.size
+        return len(self.experts)
 
     def gate_up_pieces(self) -> tuple[Piece, ...]:
-        """Gate and up of the first expert, of the second, ...; empty where it is elsewhere."""
+        """Gate and up of expert 0, of expert 1, ...; empty where it is elsewhere."""
         shards = stack_shards([(self.intermediate_size, self.features)] * 2)
         hidden = whole(self.hidden_size)
         return tuple(Piece((at, shard, hidden)) for at in self._slots() for shard in shards)
@@ -104,13 +105,10 @@ class ExpertsShape:
         return tuple(Piece((at, hidden, features)) for at in self._slots())
 
     def _slots(self) -> list[Shard]:
-        elsewhere = Shard(full_size=1, source=Span(0, 0), target=Span(0, 0))
-        here = [
-            Shard(full_size=1, source=Span(0, 1), target=Span(slot, 1))
-            for slot in range(self.num_slots)
-        ]
-        num_after = self.num_experts - self.experts.stop
-        return [elsewhere] * self.experts.start + here + [elsewhere] * num_after
+        found = [Shard(full_size=1, source=Span(0, 0), target=Span(0, 0))] * self.num_experts
+        for slot, expert in enumerate(self.experts):
+            found[expert] = Shard(full_size=1, source=Span(0, 1), target=Span(slot, 1))
+        return found
 
 
 class ExpertsScheme(Protocol):
@@ -184,6 +182,12 @@ def apply_experts(
     return compute(
         x_TD, slots_TK, weights_TK, gate_up, down, layer.gate_up.bias, down_bias, layer.gate
     )
+
+
+def largest_of_ranks(scale: Tensor, layer: Any) -> None:
+    """What was found for the experts of this rank becomes that of all: any may move here."""
+    for role in ("tokens", "copies"):
+        largest(scale, layer.mesh.role(role))
 
 
 def fuses_gate(layer: Any, num_tokens: int) -> bool:

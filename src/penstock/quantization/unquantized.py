@@ -63,7 +63,7 @@ class Unquantized:
 
 
 class UnquantizedExperts:
-    """Stacked, except on a CPU, where each matrix is packed for itself."""
+    """Stacked, except on a CPU, where each matrix that stays is packed for itself."""
 
     group = 1
 
@@ -84,6 +84,7 @@ class UnquantizedExperts:
             weight = part.weight.detach()
             del part.weight
             is_packed = weight.device.type == "cpu" and not layer.by_reference
+            is_packed = is_packed and not layer.may_move
             part.weight = [packed(matrix) for matrix in weight] if is_packed else weight
 
     def apply(

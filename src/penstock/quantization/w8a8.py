@@ -38,6 +38,7 @@ from penstock.quantization.scheme import (
     create_bias,
     create_expert_biases,
     fuses_gate,
+    largest_of_ranks,
     matrix_pieces,
 )
 from penstock.types.model_spec import W8A8Spec
@@ -134,8 +135,8 @@ class W8A8Experts:
     """As `W8A8Scheme`. Scales of whole matrices become one per output: those of gate and up
     differ.
 
-    Of the scales of static inputs the largest counts, of all experts: their input is one and the
-    same, and of what the gates make nothing overflows either.
+    Of the scales of static inputs the largest counts, of all experts of all ranks: their input is
+    one and the same, and of what the gates make nothing overflows either. An expert may move.
     """
 
     def __init__(self, spec: W8A8Spec) -> None:
@@ -166,11 +167,11 @@ class W8A8Experts:
 
     def finish(self, layer: Any) -> None:
         for part in (layer.gate_up, layer.down):
-            weight, scale, input_scale = self._loaded(part)
+            weight, scale, input_scale = self._loaded(layer, part)
             inputs = input_format(self._spec, input_scale)
             part.weight = ExpertWeights(weight, weight.shape[2], scale, inputs, layer.has_all)
 
-    def _loaded(self, part: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _loaded(self, layer: Any, part: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """(values, scales, the scale of static inputs) of what was loaded, and is no more there."""
         weight, scale = part.weight.detach(), getattr(part, self._spec.scale_name).detach()
         del part.weight
@@ -180,6 +181,7 @@ class W8A8Experts:
         input_scale = None
         if self._spec.inputs == "static":
             input_scale = part.input_scale.detach().amax().view(1)
+            largest_of_ranks(input_scale, layer)
             del part.input_scale
         return weight, scale.contiguous(), input_scale
 

@@ -146,7 +146,7 @@ class Int8Experts(W8A8Experts):
 
     def finish(self, layer: Any) -> None:
         for part in (layer.gate_up, layer.down):
-            weight_SOI, scale_SO, _ = self._loaded(part)
+            weight_SOI, scale_SO, _ = self._loaded(layer, part)
             quantized = [
                 QuantizedWeight("int8", values_OI.view(torch.uint8) ^ 128, scale_O[:, None])
                 for values_OI, scale_O in zip(weight_SOI, scale_SO, strict=True)
@@ -156,7 +156,8 @@ class Int8Experts(W8A8Experts):
                 part.weight = stack_packed(weights)
                 assert part.weight is not None and len(weights) == len(quantized)
             else:
-                part.weight = [packed(one.values().to(layer.dtype)) for one in quantized]
+                values = [one.values().to(layer.dtype) for one in quantized]
+                part.weight = values if layer.may_move else [packed(one) for one in values]
 
     def apply(
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool

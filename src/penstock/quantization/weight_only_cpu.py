@@ -94,7 +94,10 @@ class CpuWeightOnlyExperts:
                 weights.append(
                     _matrix(parameter.full_shape, list(zip(pieces, sources, strict=True)))
                 )
-            part.weight = [w if isinstance(w, CpuPackedWeight) else packed(w) for w in weights]
+            part.weight = [
+                w if isinstance(w, CpuPackedWeight) or layer.may_move else packed(w)
+                for w in weights
+            ]
 
     def apply(
         self, layer: Any, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, add_bias: bool

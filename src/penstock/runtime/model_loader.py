@@ -78,7 +78,15 @@ def add_draft_model(
     match config.drafting:
         case ModelDrafting(model_path=path):
             draft_spec = parse_model_spec(Path(path))
-            own = replace(config, model_path=path, quantization=None, drafting=None)
+            own = replace(
+                config,
+                model_path=path,
+                quantization=None,
+                drafting=None,
+                moe_all_to_all=False,
+                expert_slots=None,
+                expert_load_path=None,
+            )
             draft: LoadableModel = _empty_model(own, draft_spec, mesh, device)
         case EagleDrafting(model_path=path, layers=layers):
             eagle_spec = parse_eagle3_spec(Path(path))
@@ -137,7 +145,13 @@ def _empty_model(
         config.quantization,
         config.quantized_activations,
     )
-    experts = ExpertsContext(by_reference=by_reference, max_tokens=config.moe_max_tokens)
+    experts = ExpertsContext(
+        by_reference=by_reference,
+        max_tokens=config.moe_max_tokens,
+        all_to_all=config.moe_all_to_all,
+        slots=config.expert_slots,
+        counts_by_expert=config.expert_load_path is not None,
+    )
     backend, cache_dtype = get_backend(config.attention_backend), getattr(torch, config.kv_dtype)
     return build_model(
         spec,

@@ -161,6 +161,7 @@ class ModelRunner:
         self._device_bytes = (0.0, 0)  # until when the number counts as new, and the number
         # A bit of work that can wait, and whether there is more.
         self.when_idle: Callable[[], bool] = lambda: False
+        self.before_steps: list[Callable[[], None]] = []  # the same on all ranks
         self.costs: StepCosts | None = None  # where it was measured what drafts cost
 
     def use_graphs(self, graphs: DecodeGraphs, mixed_graphs: MixedGraphs) -> None:
@@ -193,6 +194,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
+        for turn in self.before_steps:
+            turn()
         self._rows.apply(plan)
         self._scorer.join(plan.joins)
         self._pooler.join(plan.joins)

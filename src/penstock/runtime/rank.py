@@ -18,6 +18,7 @@ from penstock.runtime.batch_fields import BatchField
 from penstock.runtime.cache_groups import LayerGroup, group_layers
 from penstock.runtime.capture import capture_graphs
 from penstock.runtime.drafter import make_drafter
+from penstock.runtime.expert_balancer import balancing
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.measure import measure_costs
@@ -175,4 +176,5 @@ def finish_rank(
     if config.drafting is not None and config.drafting.is_adaptive:
         with timeline.phase("measure steps"):
             runner.costs = measure_costs(runner, config)
+    runner.before_steps = balancing(loaded.model, loaded.mesh, config)
     return runner

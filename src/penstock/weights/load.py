@@ -35,6 +35,7 @@ _BIAS_SPREAD = 0.02
 
 class LoadableModel(Protocol):
     weight_rules: Rules
+    num_layers: int
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -9,8 +9,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.config.load import load_config, parse_set, read_yaml
+from penstock.config.load import load_config, parse_set
 from penstock.config.schema import EngineConfig
+from penstock.config.yaml_file import read_yaml
 from penstock.errors import ConfigError
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.load import load_config, merge, parse_set, read_yaml
+from penstock.config.load import load_config, merge, parse_set
+from penstock.config.yaml_file import read_yaml
 from penstock.errors import ConfigError
 
 

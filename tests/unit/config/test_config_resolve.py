@@ -10,6 +10,7 @@ from penstock.config.run import PromptBalance
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
+from penstock.types.expert_slots import ExpertSlots
 from penstock.types.mesh import MeshShape
 from penstock.types.model_spec import (
     DeltaSpec,
@@ -549,6 +550,39 @@ def test_adapters_are_refused_where_tokens_or_layers_are_elsewhere(asked, name):
     with pytest.raises(ConfigError, match=rf"\(lora_config\) and {name} cannot be combined yet"):
         run(EIGHT_GPUS, enable_lora=True, **asked)
     assert run(EIGHT_GPUS, enable_lora=True, tensor_parallel_size=2).lora is not None
+
+
+def test_slots_for_experts_and_tokens_that_go_to_the_ranks_of_theirs():
+    asked = {"num_slots": 16, "layer_updates_per_iter": 1}
+    wide = {"tensor_parallel_size": 8, "ep_size": 8, "enable_attention_dp": True}
+    spec = make_spec(moe=EXPERTS)
+    config = run(EIGHT_GPUS, spec, moe_config={"backend": "WIDEEP", "load_balancer": asked}, **wide)
+    assert config.expert_slots == ExpertSlots(num_slots=16, layer_updates=1)
+    assert config.moe_all_to_all
+    for moe_config, further in (
+        ({"backend": "CUTLASS"}, wide),
+        ({"backend": "WIDEEP"}, wide | {"enable_attention_dp": False}),
+        ({"backend": "WIDEEP"}, wide | {"ep_size": 4}),
+    ):
+        config = run(EIGHT_GPUS, spec, moe_config=moe_config, **further)
+        assert not config.moe_all_to_all and config.expert_slots is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "further", "message"),
+    [
+        ({}, {"ep_size": 1}, "no rank has other experts than another"),
+        ({}, {"ep_size": 4}, "is not one set of whole experts per rank; set moe_expert_parallel"),
+        ({"num_slots": 18}, {}, "which 8 expert-parallel ranks cannot share equally; use 24"),
+        ({"initial_global_assignments": {99: [0]}}, {}, "layer 99 is given, but that is no layer"),
+        ({"initial_global_assignments": {1: [0]}}, {}, "layer 1 has 1 slots, but num_slots is 8"),
+        ({"initial_global_assignments": {1: [0] * 8}}, {}, "has no slot for expert 1"),
+    ],
+)
+def test_slots_that_do_not_fit_are_refused(asked, further, message):
+    settings = {"tensor_parallel_size": 8, "ep_size": 8, "moe_config": {"load_balancer": asked}}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run(EIGHT_GPUS, make_spec(moe=EXPERTS), **(settings | further))
 
 
 def test_stages_have_a_step_each_and_ranks_of_their_own():
