@@ -187,9 +187,9 @@ class ContextRanks:
         if layer.num_parts == 1:
             return layer.attend(queries, layer.planes, batch)
         here = layer.planes[0].shape[_token_dim(layer, 0)]
-        if "own keys" not in batch.plans:
-            batch.plans["own keys"] = self._own_lens(batch.kv_lens_N, here)
-        lens_N = batch.plans["own keys"]
+        if merged not in batch.plans:
+            batch.plans[merged] = self._own_lens(batch.kv_lens_N, here)
+        lens_N = batch.plans[merged]
         most = -(-batch.max_kv_len // (here * self.size)) * here
         # Of a sequence without keys here a block is read all the same, and counts for nothing.
         out_NHV, lse_NH = layer.attend_part(queries, batch, lens_N.clamp(min=1), most)
@@ -222,9 +222,9 @@ class ContextRanks:
         for number, plane in enumerate(layer.planes):
             _store(plane, _token_dim(layer, number), slots_Q, fresh[number])
         if layer.num_parts == 1:
-            if "own runs" not in batch.plans:
-                batch.plans["own runs"] = _runs_batch(batch, share.runs, own_T)
-            return [layer.attend(queries, layer.planes, batch.plans["own runs"])]
+            if _runs_batch not in batch.plans:
+                batch.plans[_runs_batch] = _runs_batch(batch, share.runs, own_T)
+            return [layer.attend(queries, layer.planes, batch.plans[_runs_batch])]
         if _Piece not in batch.plans:
             here = layer.planes[0].shape[_token_dim(layer, 0)]
             batch.plans[_Piece] = self._make_pieces(batch, share, here)
