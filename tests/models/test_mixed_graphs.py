@@ -69,13 +69,10 @@ def assert_same_state(one: ModelRunner, other: ModelRunner) -> None:
     assert torch.equal(one._rows.lengths_R, other._rows.lengths_R)
     assert torch.equal(one._rows.last_tokens_R, other._rows.last_tokens_R)
     for layer, same in zip(one._model.cache_layers(), other._model.cache_layers(), strict=True):
-        planes = [
-            (x, getattr(same, name))
-            for name, x in vars(layer).items()
-            if "_BKSD" in name or "_BSA" in name or "_SPF" in name or "_SVKD" in name
-        ]
-        assert planes
-        for want, got in planes:
+        wanted, found = (
+            getattr(own, "planes", None) or (own.conv_SPF, own.state_SVKD) for own in (layer, same)
+        )
+        for want, got in zip(wanted, found, strict=True):
             torch.testing.assert_close(got[1:], want[1:], atol=1e-5, rtol=1e-4)
 
 
