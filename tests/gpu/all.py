@@ -56,6 +56,7 @@ def parts() -> list[Part]:
         Part("engine parity", script("engine_check.py", "parity")),
         Part("engine stress", script("engine_check.py", "stress")),
         Part("two ranks", script("tp_check.py")),
+        Part("collectives", script("collectives_check.py"), is_alone=True),
         Part("adapters", script("lora_check.py")),
     ]
     if importlib.util.find_spec("pytest") is not None:

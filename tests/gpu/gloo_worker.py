@@ -1,5 +1,7 @@
 """A rank that meets the others over gloo, so that two ranks can share one GPU: for `tp_check`."""
 
+from typing import Any
+
 import torch
 
 from penstock.parallel.mesh import RankMesh
@@ -9,9 +11,9 @@ create = RankMesh.create
 
 
 def create_over_gloo(
-    rank: int, shape: MeshShape, init_address: str, device: torch.device
+    rank: int, shape: MeshShape, init_address: str, device: torch.device, **further: Any
 ) -> RankMesh:
-    return create(rank, shape, init_address, torch.device("cpu"))
+    return create(rank, shape, init_address, torch.device("cpu"), **further)
 
 
 def use_gloo() -> None:

@@ -176,6 +176,16 @@ def compile_sampling(device: torch.device) -> None:
     kernels.apply_bitmask(logits_LV.float(), ids_L.int(), words_PW)
 
 
+def compile_all_reduce(device: torch.device) -> None:
+    from penstock.kernels.all_reduce.triton import one_shot
+
+    x, weight = torch.zeros(3, 512, dtype=torch.bfloat16, device=device), torch.ones(512)
+    tables = torch.zeros(2, 8, dtype=torch.int64, device=device)
+    for num_ranks in (1, 8):
+        for norm in (None, (x, weight, 1e-5)):
+            one_shot(x, *tables[:, :num_ranks], 0, norm)
+
+
 def compile_hopper_prefill(device: torch.device) -> None:
     from penstock.kernels.attention import hopper_prefill
 
@@ -237,7 +247,7 @@ PARTS: dict[str, tuple[Callable[[torch.device], None], ...]] = {
     "gemm": (),
     "moe": (),
     "recurrent": (),
-    "others": (compile_sampling,),
+    "others": (compile_sampling, compile_all_reduce),
 }
 HOPPER_PARTS = {
     "attention": compile_hopper_prefill,

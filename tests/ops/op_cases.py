@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.activation import gelu_mul, sigmoid_mul, silu_mul
+from penstock.kernels.all_reduce import sum_add_rms_norm, sum_parts
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
 from penstock.kernels.attention.partial import partial_decode
@@ -170,6 +171,18 @@ def _add_norm(num_tokens: int, size: int, *, exact: bool = False) -> OpCase:
         return x, other, weight, 1e-5
 
     return OpCase(add_rms_norm, f"{num_tokens}x{size}" + "-exact" * exact, make)
+
+
+def _sum_parts(num_ranks: int, num_tokens: int, size: int, *, norm: bool) -> OpCase:
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        parts = randn(num_ranks, num_tokens, size, dtype=dtype, device=device)
+        if not norm:
+            return (parts,)
+        residual = randn(num_tokens, size, dtype=dtype, device=device)
+        return parts, residual, randn(size, dtype=dtype, device=device), 1e-5
+
+    op: Op[..., Any] = sum_add_rms_norm if norm else sum_parts
+    return OpCase(op, f"{num_ranks}x{num_tokens}x{size}", make)
 
 
 def _activation(op: Op[..., Any], num_tokens: int, size: int) -> OpCase:
@@ -845,6 +858,9 @@ OP_CASES = [
     _head_norm(17, 5, 80),
     _add_norm(3, 200, exact=True),
     _add_norm(1, 64),
+    _sum_parts(1, 3, 200, norm=True),
+    _sum_parts(4, 5, 1000, norm=True),
+    _sum_parts(2, 5, 64, norm=False),
     _add_norm(7, 1000),
     *(_activation(op, *shape) for op in (silu_mul, gelu_mul) for shape in ((1, 64), (5, 1500))),
     sigmoid_case(1, 4, 64),

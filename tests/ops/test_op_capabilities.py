@@ -22,6 +22,7 @@ FROM_80 = {
     "decode_inputs": {"triton"}, "causal_conv": {"triton"}, "delta_gates": {"triton"},
     "gated_delta": {"triton"}, "rms_norm_gated": {"triton"}, "router_logits": {"gemm", "gemv"},
     "add_shared": {"triton"}, "route": {"triton"},
+    "sum_parts": {"triton"}, "sum_add_rms_norm": {"triton"},
     "experts": {"triton few", "triton grouped", "triton mxfp4"},
     "dense_linear": {"gemv", "reference"},  # torch's GEMM is the reference
 }  # fmt: skip

@@ -27,6 +27,7 @@ DEFAULTS = {
     "enable_attention_dp": "false",
     "num_threads": "the cores this machine has",
     "launcher": "auto",
+    "allreduce_strategy": "AUTO",
     "orchestrator_type": "null",
     "rank_interface": "the one with the address of MASTER_ADDR",
     "attn_backend": "auto",

@@ -86,6 +86,7 @@ _DEVICES = (
     Flag("enable_attention_dp", "switch", "requests and KV cache of its own on each of these GPUs"),
     Flag("num_threads", "int", "CPU threads of each engine process"),
     Flag("launcher", "text", "who starts the ranks: auto, local, torchrun, slurm, mpi or ray"),
+    Flag("allreduce_strategy", "text", "how ranks sum: AUTO, NCCL or ONESHOT"),
     Flag("orchestrator_type", "text", "ray: the same as --launcher ray; rpc, mpi: nothing else"),
     Flag("rank_interface", "text", "network interface between ranks on several nodes"),
     Flag(

@@ -134,6 +134,7 @@ def resolve(
         device=kind,
         num_threads=choices.add("num_threads", _num_threads(config, device, kind, place)),
         mesh=mesh,
+        one_shot_sums=_one_shot_sums(config, kind),
         balance=_balance(config),
         num_replicas=config.data_parallel_size,
         max_batch_size=max_batch_size,
@@ -355,6 +356,17 @@ def _check_adapters(config: EngineConfig) -> None:
                 f"adapters (lora_config) and {name} cannot be combined yet: an adapter is applied "
                 "where its tokens are; leave one of the two out"
             )
+
+
+def _one_shot_sums(config: EngineConfig, kind: str) -> bool:
+    if config.allreduce_strategy != "ONESHOT":
+        return False
+    if kind != "cuda":
+        raise ConfigError(
+            "allreduce_strategy is ONESHOT, which needs GPUs that read each other's memory; leave "
+            "it out on a CPU"
+        )
+    return True
 
 
 def _num_ranks(config: EngineConfig, place: Place | None) -> int:

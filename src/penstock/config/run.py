@@ -129,6 +129,7 @@ class RunConfig:
     graph_padding: bool
     seed: int  # of dummy weights and unseeded requests
     mesh: MeshShape = MeshShape()  # the ranks of this engine
+    one_shot_sums: bool = False
     gpu: int | None = None  # of this rank, where it is not the one of its number
     balance: PromptBalance | None = None  # between data-parallel ranks; None: prompts never wait
     num_replicas: int = 1  # engines like this one on the machine

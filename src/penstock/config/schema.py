@@ -280,6 +280,13 @@ class EngineConfig(StrictModel):
         "of the three need PENSTOCK_RANK_SECRET in their environment (docs/scaling.md).",
         status="beta",
     )
+    allreduce_strategy: Literal["AUTO", "NCCL", "ONESHOT"] = setting(
+        "AUTO",
+        "How ranks sum: AUTO and NCCL leave it to NCCL (on a CPU gloo). ONESHOT: up to 256 KiB "
+        "each GPU of a node reads the parts of all others (symmetric memory), the sum behind "
+        "attention fused with residual and norm; NCCL above. Runs with a single rank, too.",
+        status="prototype",
+    )
     orchestrator_type: Literal["rpc", "mpi", "ray"] | None = setting(
         None,
         "ray: the same as launcher: ray. rpc and mpi change nothing: ranks started from here need "

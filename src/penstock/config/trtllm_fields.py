@@ -170,7 +170,7 @@ _PARALLEL = {
             rejected("it belongs to STAR, which is not exact; leave it out"),
         ),
     ),
-    "allreduce_strategy": ignored("the reduction is chosen automatically", "AUTO"),
+    "allreduce_strategy": SUPPORTED,
     "dwdp_config": ignored("weights stay on the GPU that loaded them"),
     "orchestrator_type": SUPPORTED,
     "mpi_session": rejected(_NO_PYTHON_OBJECT),

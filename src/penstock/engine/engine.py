@@ -126,6 +126,7 @@ class Engine:
                 self._ranks.meeting_point,
                 rank_device(self.config, 0),
                 listener=self._ranks.listener,
+                with_one_shot=self.config.one_shot_sums,
             )
         loaded = load_rank(self.config, self.spec, mesh, timeline)
         cache, weights = self._ranks.agree(loaded.memory.size)

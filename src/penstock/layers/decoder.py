@@ -27,6 +27,7 @@ from penstock.layers.mtp import MTPHead
 from penstock.layers.norm import ResidualLayerNorm, ResidualNorm, RMSNorm
 from penstock.layers.rope import Rope
 from penstock.layers.token_exchange import NoExchange, TokenExchange
+from penstock.parallel.mesh import RoleGroup
 from penstock.parallel.stages import Elsewhere, Stage
 from penstock.types.model_spec import ModelSpec, first_of_each
 from penstock.weights.mapping import DECODER_NAMES, MOE_NAMES, Rules, fuse, rename, rules
@@ -63,6 +64,12 @@ class DecoderBlock(nn.Module):
         if spec.sandwich_norms:
             self.attention_out_norm = _out_norm(spec, build)
             self.mlp_out_norm = _out_norm(spec, build)
+        # Attention's sum over the ranks is then part of the norm behind it.
+        self._summed_in_norm: RoleGroup | None = None
+        if isinstance(attention, Attention) and not spec.sandwich_norms:
+            output = attention.o_proj
+            if output.ranks.one_shot is not None:
+                output.is_summed, self._summed_in_norm = False, output.ranks
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, batch: ForwardBatch
@@ -73,7 +80,9 @@ class DecoderBlock(nn.Module):
         if self.attention_out_norm is not None:
             x_TD = self.attention_out_norm(x_TD)
         wanted = self.mlp.input_format(self.exchange.num_tokens(batch))
-        x_TD, residual_TD = self.post_norm(x_TD, residual_TD, self.exchange.sent_as(wanted, batch))
+        x_TD, residual_TD = self.post_norm(
+            x_TD, residual_TD, self.exchange.sent_as(wanted, batch), self._summed_in_norm
+        )
         x_SD = self.exchange.gather(x_TD, wanted, batch)
         x_TD = self.exchange.scatter(self.mlp(x_SD, batch), batch)
         return x_TD if self.mlp_out_norm is None else self.mlp_out_norm(x_TD), residual_TD

@@ -10,6 +10,8 @@ from penstock.kernels.formats import PLAIN, Activation, InputFormat
 from penstock.kernels.norm import rms_norm
 from penstock.layers.context import LayerContext
 from penstock.layers.fused_quant import converted, normed
+from penstock.parallel.collectives import all_reduce, all_reduce_add_rms_norm
+from penstock.parallel.mesh import RoleGroup
 from penstock.parallel.parameter import new_parameter
 
 
@@ -41,8 +43,17 @@ class ResidualNorm(RMSNorm):
     """
 
     def forward(  # type: ignore[override]
-        self, x_TD: Tensor, residual_TD: Tensor | None, wanted: InputFormat = PLAIN
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        wanted: InputFormat = PLAIN,
+        summed_over: RoleGroup | None = None,
     ) -> tuple[Activation, Tensor]:
+        """`summed_over`: ranks that have parts of the block's output, to be summed here."""
+        if summed_over is not None and residual_TD is not None and wanted is PLAIN:
+            return all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps, summed_over)
+        if summed_over is not None:
+            x_TD = all_reduce(x_TD, summed_over)
         return normed(x_TD, residual_TD, self.weight, self.eps, wanted)
 
 
@@ -56,8 +67,14 @@ class ResidualLayerNorm(ResidualNorm):
         self.bias = new_parameter((size,), self.weight.dtype, build.device)
 
     def forward(  # type: ignore[override]
-        self, x_TD: Tensor, residual_TD: Tensor | None, wanted: InputFormat = PLAIN
+        self,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        wanted: InputFormat = PLAIN,
+        summed_over: RoleGroup | None = None,
     ) -> tuple[Activation, Tensor]:
+        if summed_over is not None:
+            x_TD = all_reduce(x_TD, summed_over)
         sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
         weight_D, bias_D = self.weight.float(), self.bias.float()
         normed_TD = F.layer_norm(sum_TD.float(), weight_D.shape, weight_D, bias_D, self.eps)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from penstock.kernels.norm import add_rms_norm
 from penstock.parallel.mesh import RoleGroup
 
 # Newer names, whose older ones warn.
@@ -22,10 +23,21 @@ def _is_alone(role: RoleGroup) -> bool:
 
 
 def all_reduce(x: Tensor, role: RoleGroup) -> Tensor:
-    """Sum over the ranks; `x` itself is overwritten and returned."""
+    """Sum over the ranks; `x` itself may be overwritten and returned."""
+    if role.one_shot is not None and role.one_shot.fits(x):
+        return role.one_shot.all_reduce(x)
     if not _is_alone(role):
         dist.all_reduce(x, group=role.group)
     return x
+
+
+def all_reduce_add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, role: RoleGroup
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` of the sum over the ranks."""
+    if role.one_shot is not None and role.one_shot.fits(x_TD):
+        return role.one_shot.all_reduce_add_rms_norm(x_TD, residual_TD, weight_D, eps)
+    return add_rms_norm(all_reduce(x_TD, role), residual_TD, weight_D, eps)
 
 
 def all_gather(x: Tensor, role: RoleGroup) -> Tensor:

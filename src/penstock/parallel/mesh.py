@@ -10,12 +10,13 @@ import os
 import socket
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from penstock.parallel.one_shot import OneShot
 from penstock.types.mesh import ATTENTION_AXES, EXPERT_AXES, MeshShape
 
 ROLES = {
@@ -34,11 +35,13 @@ _START_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class RoleGroup:
-    """The ranks that share the work of one role; `group` is None when nothing is sent."""
+    """The ranks that share the work of one role; `group` is None when nothing is sent. `one_shot`:
+    another way for their small sums."""
 
     size: int
     rank: int
     group: dist.ProcessGroup | None = None
+    one_shot: OneShot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,17 @@ class RankMesh:
         device: torch.device,
         lone_roles: Collection[str] = (),
         listener: socket.socket | None = None,
+        with_one_shot: bool = False,
     ) -> "RankMesh":
         """Meet the other ranks at `init_address` ("host:port"); returns when all are there.
 
         `lone_roles`: roles that go through a process group even where it is a single rank: so one
         GPU runs what several would launch. `listener`: of rank 0, which listens at that address.
+        `with_one_shot`: for small sums over the ranks of attention, a lone one too.
         """
         mesh = cls.place(rank, shape)
+        if with_one_shot:
+            lone_roles = {"attention", *lone_roles}
         if shape.size == 1 and not lone_roles:
             return mesh
         on_gpu = device.type == "cuda"
@@ -98,7 +105,11 @@ class RankMesh:
             timeout=_START_TIMEOUT,
             device_id=device if on_gpu else None,
         )
-        return cls(rank, shape, mesh.roles | _meet(mesh, lone_roles))
+        roles = mesh.roles | _meet(mesh, lone_roles)
+        ranks = roles["attention"]
+        if with_one_shot and ranks.group is not None:
+            roles["attention"] = replace(ranks, one_shot=OneShot(ranks.group, device))
+        return cls(rank, shape, roles)
 
     @property
     def is_sampling_rank(self) -> bool:

@@ -89,7 +89,13 @@ def run(task: WorkerTask, receive: Callable[[], Any], connect: Callable[[], Peer
     rank0 = connect()
     try:
         device = rank_device(config, task.rank)
-        mesh = RankMesh.create(task.rank, config.mesh, task.meeting_point, device)
+        mesh = RankMesh.create(
+            task.rank,
+            config.mesh,
+            task.meeting_point,
+            device,
+            with_one_shot=config.one_shot_sums,
+        )
         spec = parse_model_spec(Path(config.model_path), task.model_kwargs)
         loaded = load_rank(config, spec, mesh, timeline)
         memory = loaded.memory
