@@ -32,7 +32,7 @@ def test_every_part_has_its_script_and_a_name_of_its_own():
     assert len({part.name for part in parts}) == len(parts)
     scripts = [Path(part.command[0]) for part in parts if not part.command[0].startswith("-")]
     assert scripts and all(script.is_file() for script in scripts)
-    assert [part.name for part in parts if part.is_alone] == ["engine trace"]
+    assert [part.name for part in parts if part.is_alone] == ["collectives", "engine trace"]
 
 
 def test_every_check_is_a_part_or_named_as_none():
