@@ -42,8 +42,7 @@ class RelaxedDraws:
             is_near_L = self._is_near(logits_LV.float(), drafts_L.clamp(min=0))
             if isinstance(self._asked, ThinkingDrafts):
                 earlier_LK, is_fed_LK = drafted.earlier_drafts()
-                ended_L = ((earlier_LK == self._asked.end) & is_fed_LK).any(1)
-                is_near_L &= self._thinks_R[rows_L] & ~ended_L
+                is_near_L &= self._thinks_behind(earlier_LK, is_fed_LK, rows_L, self._asked)
             drawn_L = torch.where(is_near_L & (drafts_L >= 0), drafts_L, drawn_L)
         if isinstance(self._asked, ThinkingDrafts):
             self._follow(drawn_L, rows_L, drafted, self._asked)
@@ -71,13 +70,19 @@ class RelaxedDraws:
             accepted = verify(drawn_L, drafted)
             ids_NW, num_N = accepted.token_ids_NW, accepted.num_accepted_N
             rows_L = rows_L[drafted.firsts()]
-        places_W = torch.arange(1, ids_NW.shape[1] + 1, device=ids_NW.device)
-        places_NW = places_W * (places_W <= num_N[:, None])
+        counts_NW = torch.arange(ids_NW.shape[1], device=ids_NW.device) < num_N[:, None]
+        thinks_N = self._thinks_behind(ids_NW, counts_NW, rows_L, asked)
+        self._thinks_R.index_copy_(0, rows_L, thinks_N)
+
+    def _thinks_behind(
+        self, ids_NW: Tensor, counts_NW: Tensor, rows_N: Tensor, asked: ThinkingDrafts
+    ) -> Tensor:
+        """Whether a row thinks behind those of the tokens that count."""
+        places_NW = torch.arange(1, ids_NW.shape[1] + 1, device=ids_NW.device) * counts_NW
         begun_N, ended_N = (
             (places_NW * (ids_NW == token)).amax(1) for token in (asked.begin, asked.end)
         )
-        thinks_N = torch.where(begun_N == ended_N, self._thinks_R[rows_L], begun_N > ended_N)
-        self._thinks_R.index_copy_(0, rows_L, thinks_N)
+        return torch.where(begun_N == ended_N, self._thinks_R[rows_N], begun_N > ended_N)
 
 
 def _thinks(token_ids: np.ndarray, asked: ThinkingDrafts) -> bool:
