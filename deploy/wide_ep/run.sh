@@ -8,7 +8,7 @@ common=(--port "$port" --device cpu --num_threads 1 --tp_size "$ranks" --ep_size
 
 penstock serve "$model" "${common[@]}" --set moe_config.load_record_path="$folder/load.json" &
 server=$!
-trap 'kill "$server"; wait "$server" || true; rm -r "$folder"' EXIT
+trap 'kill "$server" 2> /dev/null || true; wait "$server" || true; rm -r "$folder"' EXIT
 until curl -sf "http://127.0.0.1:$port/health" > /dev/null; do kill -0 "$server"; sleep 1; done
 until [ -s "$folder/load.json" ]; do
   curl -sf "http://127.0.0.1:$port/v1/completions" -H 'Content-Type: application/json' \

@@ -35,6 +35,17 @@ class LoadBalancerConfig(StrictModel):
         le=1024,
     )
 
+    @field_validator("initial_global_assignments", mode="before")
+    @classmethod
+    def _layers_are_numbers(cls, value: object) -> object:
+        """Names in JSON are text."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            int(layer) if isinstance(layer, str) and layer.isdecimal() else layer: slots
+            for layer, slots in value.items()
+        }
+
 
 class MoeConfig(StrictModel):
     backend: MoeBackend = setting(

@@ -27,7 +27,10 @@ def test_slots_by_recorded_load_are_a_setting(tmp_path, capsys):
     flags = ["--ep_size", "4", "--num_slots", "16", "--layer_updates_per_iter", "2", "-o", output]
     assert exit_code(["eplb", record(tmp_path, LOADS), *flags]) == 0
     assert "layer 3: 1.92 -> 1.0" in capsys.readouterr().out
-    found = EngineConfig(moe_config={"load_balancer": output}).moe_config.load_balancer
+    config = EngineConfig(moe_config={"load_balancer": output})
+    found = config.moe_config.load_balancer
+    sent = json.loads(config.model_dump_json(include={"moe_config"}))  # as the engine process is
+    assert EngineConfig(**sent).moe_config.load_balancer == found
     assert (found.num_slots, found.layer_updates_per_iter) == (16, 2)
     assert list(found.initial_global_assignments) == [3, 5]
     for layer, slots in found.initial_global_assignments.items():
