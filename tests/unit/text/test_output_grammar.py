@@ -249,6 +249,15 @@ def test_arguments_that_are_no_object_of_json_follow_the_schema_too(tiny, allows
         with pytest.raises(RequestError, match="/properties/a/format"):
             tool = {"function": {"name": "put", "parameters": unfit}}
             output_grammar(tiny, start, None, [tool], rule)
+        both = {"anyOf": [{"type": "string"}, {"type": "array"}], "maxLength": 3}
+        with pytest.raises(RequestError, match="/properties/a/maxLength"):
+            tool = {"function": {"name": "put", "parameters": {"properties": {"a": both}}}}
+            output_grammar(tiny, start, None, [tool], rule)
+        few = {"properties": {"a": {"enum": ["x", [1]]}}, "required": ["a"]}
+        tool = {"function": {"name": "put", "parameters": few}}
+        fixed = output_grammar(tiny, start, None, [tool], rule)
+        assert allows(fixed, write(a="x")) and allows(fixed, write(a="[1]"))
+        assert not allows(fixed, write(a="[2]")) and not allows(fixed, write(a="y"))
 
 
 def test_a_fault_in_a_tool_is_told_with_its_place(tiny):

@@ -85,7 +85,8 @@ def _properties(parameters: Mapping[str, Any], param: str) -> list[tuple[str, An
     schema = resolved(parameters, parameters)
     _refuse_others(schema, _OF_ARGUMENTS | _NOTES, param, "")
     named, required = schema.get("properties") or {}, schema.get("required") or []
-    if not isinstance(named, dict) or not isinstance(required, list):
+    is_object = schema.get("type", "object") == "object"
+    if not is_object or not isinstance(named, dict) or not isinstance(required, list):
         raise RequestError("invalid_value", f"{param}: this is no schema of arguments", param)
     if unknown := [name for name in required if name not in named]:
         raise unsupported(param, "/required", f"{unknown[0]!r} is required and not described")
@@ -113,7 +114,7 @@ def _value(
     if "string" not in types:
         return f"{_json(rules, schema, root, f'{param}{path}')} {closing}"
     containers = bool(types & _CONTAINERS)
-    branches = _branches(schema, root)
+    branches = _branches(schema, root, param, path)
     texts = [one for one in branches if "string" in (types_of(one, root) or ())]
     if len(texts) > 1 and "oneOf" in schema:
         raise unsupported(param, f"{path}/oneOf", "two of its branches are texts")
@@ -125,21 +126,25 @@ def _value(
             found += [f"{rules.words(word, *tags.tags)} {closing}" for word in words]
         else:
             found.append(_text(rules, tags, _conditions(one, param, path), containers))
-    others = [one for one in branches if _CONTAINERS & (types_of(one, root) or set())]
-    if len(branches) == 1 and others:
-        others = [schema | {"type": sorted(types & _CONTAINERS)}]
-        others = [{k: v for k, v in others[0].items() if k not in _OF_TEXT - {"type"}}]
-    for one in others:
-        found.append(f"{_json(rules, one, root, f'{param}{path}')} {closing}")
+    for one in branches:
+        kinds = sorted(_CONTAINERS & (types_of(one, root) or set()))
+        if kinds and not {"enum", "const"} & one.keys():
+            kept = {key: value for key, value in one.items() if key not in _OF_TEXT}
+            part = _json(rules, kept | {"type": kinds}, root, f"{param}{path}")
+            found.append(f"{part} {closing}")
     if not found:
         raise unsupported(param, path, "none of its values can be written as text")
     return f"({' | '.join(found)})"
 
 
-def _branches(schema: dict[str, Any], root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    parts = schema.get("anyOf", schema.get("oneOf"))
+def _branches(
+    schema: dict[str, Any], root: Mapping[str, Any], param: str, path: str
+) -> list[dict[str, Any]]:
+    name = "anyOf" if "anyOf" in schema else "oneOf"
+    parts = schema.get(name)
     if not isinstance(parts, list):
         return [schema]
+    _refuse_others(schema, _NOTES | {name}, param, path)
     return [resolved(one, root) for one in parts if isinstance(one, dict)]
 
 
