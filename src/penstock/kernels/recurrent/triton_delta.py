@@ -17,9 +17,11 @@ from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.recurrent.reference import UNIT_EPS, gated_delta
 from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles, tile_of
+from penstock.kernels.triton_math import dot
 
 _CHUNK = 64
 _BLOCK_D = 32  # of the state's columns in one program: those of one head are four programs' work
+_BLOCK_D_WALK = 64  # the rows of one MMA of four warps
 _MAX_K = 128  # a program holds all rows of its columns, and shared memory has room for no more
 
 # Of float32 matrices: three TF32 MMAs instead of one keep its accuracy.
@@ -69,74 +71,99 @@ def _step(
 
 
 @triton.jit
-def _dot(x, y, ON_GPU: tl.constexpr):
-    if not ON_GPU:  # the interpreter takes bfloat16 for integers
-        x, y = x.to(tl.float32), y.to(tl.float32)
-    return tl.dot(x, y, input_precision=_PRECISION)
+def _split(x, dtype: tl.constexpr, ON_GPU: tl.constexpr):
+    """The sum of two numbers of 16 bits, as tensor cores take them: 16 bits of x are left with
+    bfloat16 and 22 with float16, more than a decayed sum needs."""
+    high = x.to(dtype)
+    low = x - high.to(tl.float32)
+    if ON_GPU:  # the interpreter would cut bits off instead of rounding
+        low = low.to(dtype)
+    return high, low
 
 
 @triton.jit
-def _dot_wide(x, y, ON_GPU: tl.constexpr):
-    """x in the model's dtype times y in float32, which is the sum of two numbers in x's dtype.
+def _times(x, y, acc, ON_GPU: tl.constexpr):
+    """acc + x y of a float32 x and a y of the model's dtype."""
+    if y.dtype == tl.float32:
+        acc = tl.dot(x, y, acc, input_precision=_PRECISION)
+    else:
+        high, low = _split(x, y.dtype, ON_GPU)
+        acc = dot(high, y, acc, ON_GPU)
+        acc = dot(low, y, acc, ON_GPU)
+    return acc
 
-    That leaves 16 bits of y to bfloat16 and 22 to float16: more than a decayed sum needs.
-    """
-    if x.dtype == tl.float32:
-        return tl.dot(x, y, input_precision=_PRECISION)
-    high = y.to(x.dtype)
-    low = (y - high.to(tl.float32)).to(x.dtype)
-    return _dot(x, high, ON_GPU) + _dot(x, low, ON_GPU)
+
+@triton.jit
+def _times_pair(x, y, y_low, acc, dtype: tl.constexpr, ON_GPU: tl.constexpr):
+    """As `_times`, of a y that is the sum of two as well: `y` alone where `dtype` is float32."""
+    if dtype == tl.float32:
+        acc = tl.dot(x, y, acc, input_precision=_PRECISION)
+    elif not ON_GPU:  # where nothing is rounded, low times low counts, too
+        acc = tl.dot(x, y.to(tl.float32) + y_low.to(tl.float32), acc)
+    else:
+        high, low = _split(x, dtype, ON_GPU)
+        acc = dot(high, y, acc, ON_GPU)
+        acc = dot(low, y, acc, ON_GPU)
+        acc = dot(high, y_low, acc, ON_GPU)
+    return acc
 
 
 @triton.jit
 def _rows(x_ptr, stride, tokens, in_chunk, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(rows `tokens` of x, what scales each to unit length); zeros outside the chunk."""
+    """Rows `tokens` of x; zeros outside the chunk."""
     keys = tl.arange(0, BLOCK_K)[None, :]
     at = tokens.to(tl.int64)[:, None] * stride + keys
-    x = tl.load(x_ptr + at, mask=in_chunk[:, None] & (keys < K), other=0.0)
-    x32 = x.to(tl.float32)
-    return x, tl.rsqrt(tl.sum(x32 * x32, axis=1) + _UNIT_EPS)
+    return tl.load(x_ptr + at, mask=in_chunk[:, None] & (keys < K), other=0.0)
 
 
 @triton.jit
-def _inverse(a, L: tl.constexpr):
+def _to_unit(x):
+    """What scales each row to unit length."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=1) + _UNIT_EPS)
+
+
+@triton.jit
+def _inverse(a, dtype: tl.constexpr, L: tl.constexpr, ON_GPU: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular [L, L].
 
-    Its blocks of 16 on the diagonal are solved row by row, all at once: d. With the rest of `a` as
-    n = d a, whose fourth power is zero, the whole is (I - n) (I + n^2) d.
+    The inverse x of the blocks of S on the diagonal gives that of the blocks of 2 S: between two of
+    them it is -x a x. No number is larger on the way than what it is made of, as in a forward
+    substitution, but there are only log L steps.
     """
-    tl.static_assert(L == 64)
-    BLOCKS: tl.constexpr = L // 16
     row = tl.arange(0, L)[:, None]
     col = tl.arange(0, L)[None, :]
-    is_near = row // 16 == col // 16
-    near = tl.reshape(tl.where(is_near, a, 0.0), (BLOCKS, 16, BLOCKS, 16))
-    near = tl.sum(near, axis=2)  # the other blocks of a row are zero
-    line = tl.arange(0, 16)[None, :, None]
-    d = tl.where(line == tl.arange(0, 16)[None, None, :], 1.0, 0.0)
-    d = tl.broadcast_to(d, (BLOCKS, 16, 16))
-    for i in range(1, 16):  # line i: -a[i] times the lines above it
-        a_i = tl.sum(tl.where(line == i, near, 0.0), axis=1)
-        d_i = tl.sum(a_i[:, :, None] * d, axis=1)
-        d = tl.where(line == i, d - d_i[:, None, :], d)
-    d = tl.broadcast_to(d[:, :, None, :], (BLOCKS, 16, BLOCKS, 16))
-    d = tl.where(is_near, tl.reshape(d, (L, L)), 0.0)
-    one = tl.where(row == col, 1.0, 0.0)
-    n = tl.dot(d, tl.where(is_near, 0.0, a), input_precision=_PRECISION)
-    both = tl.dot(
-        one - n, one + tl.dot(n, n, input_precision=_PRECISION), input_precision=_PRECISION
-    )
-    return tl.dot(both, d, input_precision=_PRECISION)
+    a_high, a_low = _split(a, dtype, ON_GPU)
+    zeros = tl.zeros((L, L), tl.float32)
+    x = tl.where(row == col, 1.0, 0.0) - tl.where(row // 2 == col // 2, a, 0.0)
+    for i in tl.static_range(1, 6):
+        if 2 << i <= L:
+            y = _times_pair(x, a_high, a_low, zeros, dtype, ON_GPU)
+            x_high, x_low = _split(x, dtype, ON_GPU)
+            y = _times_pair(y, x_high, x_low, zeros, dtype, ON_GPU)
+            x -= tl.where((row >> (i + 1) == col >> (i + 1)) & (row >> i != col >> i), y, 0.0)
+    return x
+
+
+@triton.jit
+def _store_pair(to_ptr, x, mask, dtype: tl.constexpr, L: tl.constexpr, ON_GPU: tl.constexpr):
+    """Rows of x in the dtype of `to_ptr`; behind each what that lost."""
+    if dtype != tl.float32:
+        x, low = _split(x, dtype, ON_GPU)
+        tl.store(to_ptr + L, low, mask=mask)
+    tl.store(to_ptr, x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_entry", "num_entries"])
 def _solve_chunks(
-    q_ptr, k_ptr, g_ptr, beta_ptr, starts_ptr, solve_ptr, read_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, starts_ptr, pairs_ptr, factors_ptr,
     first_entry, num_entries, stride_q, stride_k, scale,
     V: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, L: tl.constexpr,
     BLOCK_N: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """solve = (I + A)^-1 diag(beta) and read = B, both [L, L]; see `reference._chunks`.
+    """pairs: solve = (I + A)^-1 diag(beta) and read = B, both [L, L]; see `reference._chunks`.
+    factors: of tokens, what `_walk_chunks` multiplies with to get exp(c) k, exp(c) q, and what is
+    left of a write at the end of the chunk; then what is left of the state.
 
     Program (i, v): the i-th chunk, value head v. A row of either lies at its token.
     """
@@ -150,33 +177,51 @@ def _solve_chunks(
     col = tl.arange(0, L)[None, :]
     tokens = tl.load(starts_ptr + entry) + chunk * L + tl.arange(0, L)
     in_chunk = tokens < tl.load(starts_ptr + entry + 1)
-    q, q_scale = _rows(q_ptr + (head // R) * K, stride_q, tokens, in_chunk, K, BLOCK_K)
-    k, k_scale = _rows(k_ptr + (head // R) * K, stride_k, tokens, in_chunk, K, BLOCK_K)
+    k = _rows(k_ptr + (head // R) * K, stride_k, tokens, in_chunk, K, BLOCK_K)
+    q = _rows(q_ptr + (head // R) * K, stride_q, tokens, in_chunk, K, BLOCK_K)
     at = tokens.to(tl.int64) * V + head
     beta = tl.load(beta_ptr + at, mask=in_chunk, other=0.0)
-    c = tl.cumsum(tl.load(g_ptr + at, mask=in_chunk, other=0.0))
+    g = tl.load(g_ptr + at, mask=in_chunk, other=0.0)
+    c = tl.cumsum(g)
+    total = tl.sum(g)
+    k_scale, q_scale = _to_unit(k), _to_unit(q) * scale
+    factors_ptr += tokens.to(tl.int64) * (4 * V) + head
+    tl.store(factors_ptr, k_scale * tl.exp(c), mask=in_chunk)
+    tl.store(factors_ptr + V, q_scale * tl.exp(c), mask=in_chunk)
+    tl.store(factors_ptr + 2 * V, k_scale * tl.exp(total - c), mask=in_chunk)
+    tl.store(factors_ptr + 3 * V, tl.exp(tl.broadcast_to(total, (L,))), mask=in_chunk)
     decay = tl.exp(tl.where(row >= col, c[:, None] - c[None, :], -float("inf")))
 
     # Rows are multiplied as they are, which is exact; their lengths come in afterwards.
     decay *= k_scale[None, :]
-    read = _dot(q, tl.trans(k), ON_GPU) * decay * (q_scale * scale)[:, None]
-    to = at[:, None] * L + col
-    tl.store(read_ptr + to, read, mask=in_chunk[:, None])  # before the inverse needs its registers
-    a = _dot(k, tl.trans(k), ON_GPU) * decay * (k_scale * beta)[:, None]
-    solve = _inverse(tl.where(row > col, a, 0.0), L)
-    tl.store(solve_ptr + to, solve * beta[None, :], mask=in_chunk[:, None])
+    zeros = tl.zeros((L, L), tl.float32)
+    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
+    PRECISION: tl.constexpr = _PRECISION if DTYPE == tl.float32 else "ieee"
+    if not ON_GPU:
+        k, q = k.to(tl.float32), q.to(tl.float32)
+    to = pairs_ptr + at[:, None] * (4 * L) + col
+    mask = in_chunk[:, None]
+    read = tl.dot(q, tl.trans(k), zeros, input_precision=PRECISION)
+    read *= decay * q_scale[:, None]
+    _store_pair(to + 2 * L, read, mask, DTYPE, L, ON_GPU)
+    a = tl.dot(k, tl.trans(k), zeros, input_precision=PRECISION)
+    a *= decay * (k_scale * beta)[:, None]
+    solve = _inverse(tl.where(row > col, a, 0.0), DTYPE, L, ON_GPU)
+    _store_pair(to, solve * beta[None, :], mask, DTYPE, L, ON_GPU)
 
 
 @triton.jit(do_not_specialize=["first_entry"])
 def _walk_chunks(
-    q_ptr, k_ptr, v_ptr, g_ptr, solve_ptr, read_ptr, state_ptr, slots_ptr, has_state_ptr,
-    starts_ptr, out_ptr, first_entry, stride_q, stride_k, stride_v, scale,
+    q_ptr, k_ptr, v_ptr, pairs_ptr, factors_ptr, state_ptr, slots_ptr, has_state_ptr,
+    starts_ptr, out_ptr, first_entry, stride_q, stride_k, stride_v,
     V: tl.constexpr, R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, L: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """write = solve (v - exp(c) k . state); out = exp(c) q . state + read write; then the state.
 
-    Program (b, v, n): the b-th block of value columns, value head v, entry first_entry + n.
+    Program (b, v, n): the b-th block of value columns, value head v, entry first_entry + n. All
+    but inputs are transposed: value columns are the rows, so that what one MMA has made is the left
+    operand of the next, in the registers where it is.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -185,43 +230,58 @@ def _walk_chunks(
     end = tl.load(starts_ptr + entry + 1)
     if start >= end:  # an entry without tokens leaves its slot alone
         return
-    keys = tl.arange(0, BLOCK_K)[:, None]
-    cols = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
+    keys = tl.arange(0, BLOCK_K)[None, :]
+    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.arange(0, L)
     slot = tl.load(slots_ptr + entry).to(tl.int64)
-    state_ptr += (slot * V + head) * (K * D) + keys * D + cols
-    inside = (keys < K) & (cols < D)
+    state_ptr += (slot * V + head) * (K * D) + keys * D + cols[:, None]
+    inside = (keys < K) & (cols < D)[:, None]
     num_known = tl.where(tl.load(has_state_ptr + entry), K, 0)
     state = tl.load(state_ptr, mask=inside & (keys < num_known), other=0.0)
     q_ptr += (head // R) * K
     k_ptr += (head // R) * K
     v_ptr += head * D
+    zeros = tl.zeros((BLOCK_D, L), tl.float32)
+    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
+    IS_PAIR: tl.constexpr = DTYPE != tl.float32
 
     for first in tl.range(start, end, L):
         tokens = first + row
         in_chunk = tokens < end
-        q, q_scale = _rows(q_ptr, stride_q, tokens, in_chunk, K, BLOCK_K)
-        k, k_scale = _rows(k_ptr, stride_k, tokens, in_chunk, K, BLOCK_K)
-        mask = in_chunk[:, None] & (cols < D)
-        v_at = tokens.to(tl.int64)[:, None] * stride_v + cols
-        v = tl.load(v_ptr + v_at, mask=mask, other=0.0).to(tl.float32)
         at = tokens.to(tl.int64) * V + head
-        pairs = at[:, None] * L + row[None, :]
-        solve = tl.load(solve_ptr + pairs, mask=in_chunk[:, None], other=0.0)
-        read = tl.load(read_ptr + pairs, mask=in_chunk[:, None], other=0.0)
-        g = tl.load(g_ptr + at, mask=in_chunk, other=0.0)
-        c = tl.cumsum(g)
-        total = tl.sum(g)
+        k = _rows(k_ptr, stride_k, tokens, in_chunk, K, BLOCK_K)
+        v_at = tokens.to(tl.int64)[:, None] * stride_v + cols[None, :]
+        mask = in_chunk[:, None] & (cols < D)[None, :]
+        v = tl.load(v_ptr + v_at, mask=mask, other=0.0)
+        pairs = pairs_ptr + at[:, None] * (4 * L) + row[None, :]
+        factors = factors_ptr + tokens.to(tl.int64) * (4 * V) + head
+        is_row = in_chunk[:, None]
+        solve = tl.load(pairs, mask=is_row, other=0.0)
+        solve_low = solve
+        if IS_PAIR:
+            solve_low = tl.load(pairs + L, mask=is_row, other=0.0)
+        k_factor = tl.load(factors, mask=in_chunk, other=0.0)
+        known = _times(state, tl.trans(k), zeros, ON_GPU) * k_factor[None, :]
+        write = _times_pair(-known, tl.trans(solve), tl.trans(solve_low), zeros, DTYPE, ON_GPU)
+        if IS_PAIR:
+            write = dot(tl.trans(v), tl.trans(solve), write, ON_GPU)
+            write = dot(tl.trans(v), tl.trans(solve_low), write, ON_GPU)
+        else:
+            write = tl.dot(tl.trans(v), tl.trans(solve), write, input_precision=_PRECISION)
 
-        decay = tl.exp(c)
-        known = _dot_wide(k, state, ON_GPU) * (k_scale * decay)[:, None]
-        write = tl.dot(solve, v - known, input_precision=_PRECISION)
-        out = _dot_wide(q, state, ON_GPU) * (q_scale * scale * decay)[:, None]
-        out = tl.dot(read, write, acc=out, input_precision=_PRECISION)
-        out = out.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at[:, None] * D + cols, out, mask=mask)
-        write *= (k_scale * tl.exp(total - c))[:, None]
-        state = state * tl.exp(total) + _dot_wide(tl.trans(k), write, ON_GPU)
+        q = _rows(q_ptr, stride_q, tokens, in_chunk, K, BLOCK_K)
+        q_factor = tl.load(factors + V, mask=in_chunk, other=0.0)
+        out = _times(state, tl.trans(q), zeros, ON_GPU) * q_factor[None, :]
+        read = tl.load(pairs + 2 * L, mask=is_row, other=0.0)
+        read_low = read
+        if IS_PAIR:
+            read_low = tl.load(pairs + 3 * L, mask=is_row, other=0.0)
+        out = _times_pair(write, tl.trans(read), tl.trans(read_low), out, DTYPE, ON_GPU)
+        left = tl.load(factors + 2 * V, mask=in_chunk, other=0.0)
+        state *= tl.load(factors_ptr + first * (4 * V) + 3 * V + head)
+        state = _times(write * left[None, :], k, state, ON_GPU)
+        out = tl.trans(out.to(out_ptr.dtype.element_ty))
+        tl.store(out_ptr + at[:, None] * D + cols[None, :], out, mask=mask)
     tl.store(state_ptr, state, mask=inside)
 
 
@@ -262,18 +322,21 @@ def gated_delta_triton(
     if not num_longer:
         return out_TVD
     num_chunks = max_tiles(num_tokens - num_decodes, num_longer, _CHUNK)
-    pairs = (2, num_tokens, num_value_heads, _CHUNK)
-    solve_TVL, read_TVL = torch.empty(pairs, dtype=torch.float32, device=q_THK.device).unbind()
+    # The interpreter cuts bits off instead of rounding.
+    pairs_dtype = torch.float32 if triton.knobs.runtime.interpret else k_THK.dtype
+    pairs = g_TV.new_empty((num_tokens, num_value_heads, 4, _CHUNK), dtype=pairs_dtype)
+    factors = g_TV.new_empty((num_tokens, 4, num_value_heads))
     _solve_chunks[(num_chunks, num_value_heads)](
-        q_THK, k_THK, g_TV, beta_TV, query_starts_N1, solve_TVL, read_TVL,
-        num_decodes, num_longer, *strides[:2], scale, V=num_value_heads, R=group, K=key_size,
-        BLOCK_K=block_k, L=_CHUNK, BLOCK_N=block_of_entries(num_longer), ON_GPU=on_gpu,
+        q_THK, k_THK, g_TV, beta_TV, query_starts_N1, pairs, factors,
+        num_decodes, num_longer, *strides[:2], scale, V=num_value_heads, R=group,
+        K=key_size, BLOCK_K=block_k, L=_CHUNK, BLOCK_N=block_of_entries(num_longer), ON_GPU=on_gpu,
         num_warps=4, **options,
     )  # fmt: skip
+    blocks_d = triton.cdiv(value_size, _BLOCK_D_WALK)
     _walk_chunks[(blocks_d, num_value_heads, num_longer)](
-        q_THK, k_THK, v_TVD, g_TV, solve_TVL, read_TVL, state_SVKD, slots_N, has_state_N,
-        query_starts_N1, out_TVD, num_decodes, *strides, scale, V=num_value_heads, R=group,
-        K=key_size, D=value_size, BLOCK_K=block_k, BLOCK_D=_BLOCK_D, L=_CHUNK, ON_GPU=on_gpu,
+        q_THK, k_THK, v_TVD, pairs, factors, state_SVKD, slots_N, has_state_N,
+        query_starts_N1, out_TVD, num_decodes, *strides, V=num_value_heads, R=group,
+        K=key_size, D=value_size, BLOCK_K=block_k, BLOCK_D=_BLOCK_D_WALK, L=_CHUNK, ON_GPU=on_gpu,
         num_warps=4, num_stages=2, **options,
     )  # fmt: skip
     return out_TVD
