@@ -461,18 +461,24 @@ def _pool(
 
 
 def conv_case(
-    lens: tuple[int, ...], num_decodes: int, channels: int, columns: int, width: int = 4
+    lens: tuple[int, ...],
+    num_decodes: int,
+    channels: int,
+    columns: int,
+    width: int = 4,
+    run: int = 1,
 ) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         x = randn(sum(lens), columns, dtype=dtype, device=device)
-        where = torch.randperm(columns)[:channels].int().to(device)
+        where = torch.arange(columns).view(-1, run)[torch.randperm(columns // run)]
+        where = where.flatten()[:channels].int().to(device)
         weight = randn(channels, width, dtype=dtype, device=device)
         slots, has_state, *rest = _entries(lens, num_decodes, device)
         state = _pool((width - 1, channels), dtype, slots, has_state)
-        return x, where, weight, state, slots, has_state, *rest
+        return x, where, run, weight, state, slots, has_state, *rest
 
-    name = f"{num_decodes}of{'_'.join(map(str, lens))}-c{channels}w{width}"
-    return OpCase(causal_conv, name, make, mutated=(3,))
+    name = f"{num_decodes}of{'_'.join(map(str, lens))}-c{channels}w{width}r{run}"
+    return OpCase(causal_conv, name, make, mutated=(4,))
 
 
 def delta_case(
@@ -997,6 +1003,7 @@ OP_CASES = [
     conv_case((1, 1, 2, 33, 5, 64), 2, 48, 96),
     conv_case((1, 6), 1, 20, 20, width=2),
     conv_case((0, 6, 0), 0, 20, 20),
+    conv_case((1, 40, 2), 1, 192, 288, run=48),
     gates_case(1, 2, 4),
     gates_case(37, 4, 12),
     gates_case(3, 16, 32),

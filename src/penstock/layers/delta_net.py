@@ -10,6 +10,7 @@ inputs are kept, which are small, and those of the accepted ones go through it o
 # K key size, D value size, E = R * D, P past inputs of the convolution, F its channels, W its taps
 # B sequences with drafts, Q their tokens
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -123,6 +124,7 @@ class GatedDeltaNet(CachedLayer):
         )
         self.register_buffer("columns_F", self._columns().to(build.device), persistent=False)
         self.columns_F: Tensor
+        self.run = math.gcd(key_size, group * value_size)  # of columns beside each other
         self.state = spec.state(ranks.size, str(build.dtype).removeprefix("torch."))
         self.conv_SPF: Tensor | None = None
         self.state_SVKD: Tensor | None = None
@@ -162,7 +164,9 @@ class GatedDeltaNet(CachedLayer):
             places = (*_states(batch), spans.starts_E1, spans.num_single)
             slots_B = places[0][spans.num_single :][: spans.num_drafted].long()
             before = self.conv_SPF[slots_B], self.state_SVKD[slots_B]
-        qkv_TF = causal_conv(qkvz_TX, self.columns_F, self.conv1d.weight, self.conv_SPF, *places)
+        qkv_TF = causal_conv(
+            qkvz_TX, self.columns_F, self.run, self.conv1d.weight, self.conv_SPF, *places
+        )
         widths = (self.keys_width, self.keys_width, self.values_width)
         q_TX, k_TX, v_TX = qkv_TF.split(widths, dim=1)
         g_TV, beta_TV = delta_gates(
@@ -203,7 +207,9 @@ class GatedDeltaNet(CachedLayer):
         starts = torch.stack((firsts_B, firsts_B + num_accepted_E.int()), dim=1).flatten()
         slots = torch.stack((kept.slots_B, torch.zeros_like(kept.slots_B)), dim=1).flatten().int()
         places = (slots, slots > 0, torch.cat((starts, last)), 0)
-        causal_conv(kept.qkvz_QX, self.columns_F, self.conv1d.weight, self.conv_SPF, *places)
+        causal_conv(
+            kept.qkvz_QX, self.columns_F, self.run, self.conv1d.weight, self.conv_SPF, *places
+        )
         gated_delta(  # whatever is asked of the state, it becomes the same
             kept.k_QHK,
             kept.k_QHK,

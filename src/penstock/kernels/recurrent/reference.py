@@ -27,6 +27,7 @@ _GATES = "penstock.kernels.recurrent.triton_gates"
 def causal_conv(
     x_TX: Tensor,
     columns_C: Tensor,
+    run: int,
     weight_CW: Tensor,
     state_SPC: Tensor,
     slots_N: Tensor,
@@ -36,8 +37,8 @@ def causal_conv(
 ) -> Tensor:
     """silu of each channel's weighted sum over its last W inputs; in fp32, [T, C] in x's dtype.
 
-    The input of channel c is column `columns_C[c]` of x. A slot keeps the last P inputs, oldest
-    first.
+    The input of channel c is column `columns_C[c]` of x. Columns come in runs of `run`, one beside
+    the other from a multiple of `run` on. A slot keeps the last P inputs, oldest first.
     """
     x_TC = x_TX[:, columns_C.long()]
     num_tokens, num_past = x_TC.shape[0], state_SPC.shape[1]
@@ -135,7 +136,7 @@ def _unit(x_THK: Tensor) -> Tensor:
 
 @causal_conv.impl("torch", needs=cpu())
 def causal_conv_torch(
-    x_TX, columns_C, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, num_decodes
+    x_TX, columns_C, run, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, num_decodes
 ):
     """All decodes at once, other entries one by one, with a multiply-add per tap."""
     x_TC = x_TX.index_select(1, columns_C)

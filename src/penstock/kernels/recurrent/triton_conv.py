@@ -3,6 +3,8 @@
 Legend: T tokens, N entries, S slots, C channels, X columns of the input, W taps, P = W - 1.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from penstock.kernels.triton_math import silu
 
 _TILE = 32  # tokens of a program; at least P, so that only an entry's first tile needs its past
 _BLOCK_C = 128
+_VECTOR = 16  # columns whose neighborhood a program makes use of
 _BLOCK_C_DECODE = 256
 
 
@@ -22,7 +25,7 @@ _BLOCK_C_DECODE = 256
 def _causal_conv(
     x_ptr, columns_ptr, weight_ptr, state_ptr, slots_ptr, has_state_ptr, starts_ptr, y_ptr,
     first_entry, num_entries, stride_x,
-    C: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[t, c] = silu(sum over w of weight[c, w] * x[t + w - P, columns[c]]).
@@ -34,6 +37,7 @@ def _causal_conv(
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_row = cols < C
     source = tl.load(columns_ptr + cols, mask=in_row, other=0)
+    source = tl.max_contiguous(tl.multiple_of(source, RUN), RUN)  # a few columns in one load
     wait_for_previous(PDL)
     if TILE == 1:
         entry, tile = first_entry + tl.program_id(0), 0
@@ -54,10 +58,15 @@ def _causal_conv(
     for tap in tl.static_range(W):
         at = (positions + (tap - P))[:, None]
         x = tl.load(x_ptr[None, :] + at.to(tl.int64) * stride_x, mask=inside & (at >= 0), other=0.0)
-        is_past = inside & (at < 0) & (at >= oldest)
-        past = tl.load(state_ptr[None, :] + (at + P) * C, mask=is_past, other=0.0)
         weight = tl.load(weight_ptr + cols * W + tap, mask=in_row, other=0.0).to(tl.float32)
-        y += (x.to(tl.float32) + past.to(tl.float32)) * weight[None, :]
+        y += x.to(tl.float32) * weight[None, :]
+    if tile == 0:
+        for tap in tl.static_range(P):
+            at = (positions + (tap - P))[:, None]
+            is_past = inside & (at < 0) & (at >= oldest)
+            past = tl.load(state_ptr[None, :] + (at + P) * C, mask=is_past, other=0.0)
+            weight = tl.load(weight_ptr + cols * W + tap, mask=in_row, other=0.0).to(tl.float32)
+            y += past.to(tl.float32) * weight[None, :]
     y = silu(y)
     rows = (start + positions).to(tl.int64)[:, None]
     tl.store(y_ptr + rows * C + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -75,7 +84,7 @@ def _causal_conv(
 
 @causal_conv.impl("triton", needs=arch(80))
 def causal_conv_triton(
-    x_TX, columns_C, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, num_decodes
+    x_TX, columns_C, run, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, num_decodes
 ):
     num_channels, width = weight_CW.shape
     assert x_TX.stride(1) == 1 and weight_CW.is_contiguous() and state_SPC.is_contiguous()
@@ -86,8 +95,9 @@ def causal_conv_triton(
     def launch(first_entry: int, num_entries: int, num_tiles: int, tile: int, block: int) -> None:
         _causal_conv[(num_tiles, triton.cdiv(num_channels, block))](
             x_TX, columns_C, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, y_TC,
-            first_entry, num_entries, x_TX.stride(0), C=num_channels, W=width, TILE=tile,
-            BLOCK_C=block, BLOCK_N=block_of_entries(num_entries) if tile > 1 else 1,
+            first_entry, num_entries, x_TX.stride(0), C=num_channels, W=width,
+            RUN=math.gcd(run, _VECTOR), TILE=tile, BLOCK_C=block,
+            BLOCK_N=block_of_entries(num_entries) if tile > 1 else 1,
             num_warps=4, **launch_options(x_TX),
         )  # fmt: skip
 
