@@ -46,7 +46,7 @@ CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
 COLUMNS = CHANNELS + VALUE_HEADS * SIZE
 CHUNK = 64
 DECODES = tuple(((1,) * num, num) for num in (1, 32, 256))
-PROMPTS = (((8192,), 0), ((1024,) * 8, 0))
+PROMPTS = (((1024,), 0), ((8192,), 0), ((1024,) * 8, 0))
 CHUNKS = (((1, 1, 1, 300, 2048, 64, 1), 3), ((2049, 511, 7), 0))  # go on, but every third entry
 RECURRENT = ("causal_conv", "gated_delta", "delta_gates", "rms_norm_gated")
 FAILED: list[str] = []
@@ -71,7 +71,7 @@ def check_ops() -> None:
     for case, dtype in itertools.product(small, (torch.bfloat16, torch.float16)):
         check_case(case, dtype)
     for lens, num_decodes in (*DECODES, *PROMPTS, *CHUNKS):
-        check_case(conv_case(lens, num_decodes, CHANNELS, COLUMNS, TAPS), torch.bfloat16)
+        check_case(conv_case(lens, num_decodes, CHANNELS, COLUMNS, TAPS, SIZE), torch.bfloat16)
         sizes = (KEY_HEADS, VALUE_HEADS, SIZE, SIZE)
         for decay in (0.02, 2.0):
             check_case(delta_case(lens, num_decodes, *sizes, decay=decay), torch.bfloat16)
@@ -141,7 +141,7 @@ def check_graph() -> None:
 
 def check_waiting() -> None:
     cases = [
-        conv_case(*CHUNKS[0], CHANNELS, COLUMNS, TAPS),
+        conv_case(*CHUNKS[0], CHANNELS, COLUMNS, TAPS, SIZE),
         delta_case(*CHUNKS[0], KEY_HEADS, VALUE_HEADS, SIZE, SIZE),
     ]
     for case in cases:
@@ -177,7 +177,7 @@ def check_times() -> None:
         shape = f"{num} x {lens[0]}"
         timed(
             f"{causal_conv.__name__} {shape}",
-            conv_case(lens, num_decodes, CHANNELS, COLUMNS, TAPS),
+            conv_case(lens, num_decodes, CHANNELS, COLUMNS, TAPS, SIZE),
             num_tokens * 2 * CHANNELS * 2 + num * past_bytes,
         )
         # Of a chunk: two matmuls of rows, three with the state, two with the writes.

@@ -22,6 +22,8 @@ from penstock.kernels.triton_math import dot
 _CHUNK = 64
 _BLOCK_D = 32  # of the state's columns in one program: those of one head are four programs' work
 _BLOCK_D_WALK = 64  # the rows of one MMA of four warps
+_WALK_STAGES = 2
+_SOLVE_WARPS = 4
 _MAX_K = 128  # a program holds all rows of its columns, and shared memory has room for no more
 
 # Of float32 matrices: three TF32 MMAs instead of one keep its accuracy.
@@ -330,13 +332,13 @@ def gated_delta_triton(
         q_THK, k_THK, g_TV, beta_TV, query_starts_N1, pairs, factors,
         num_decodes, num_longer, *strides[:2], scale, V=num_value_heads, R=group,
         K=key_size, BLOCK_K=block_k, L=_CHUNK, BLOCK_N=block_of_entries(num_longer), ON_GPU=on_gpu,
-        num_warps=4, **options,
+        num_warps=_SOLVE_WARPS, **options,
     )  # fmt: skip
     blocks_d = triton.cdiv(value_size, _BLOCK_D_WALK)
     _walk_chunks[(blocks_d, num_value_heads, num_longer)](
         q_THK, k_THK, v_TVD, pairs, factors, state_SVKD, slots_N, has_state_N,
         query_starts_N1, out_TVD, num_decodes, *strides, V=num_value_heads, R=group,
         K=key_size, D=value_size, BLOCK_K=block_k, BLOCK_D=_BLOCK_D_WALK, L=_CHUNK, ON_GPU=on_gpu,
-        num_warps=4, num_stages=2, **options,
+        num_warps=4, num_stages=_WALK_STAGES, **options,
     )  # fmt: skip
     return out_TVD
