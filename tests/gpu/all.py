@@ -25,7 +25,16 @@ ROOT = HERE.parents[1]
 NUM_SIDE_BY_SIDE = 4
 SHOWN_LINES = 25
 ELSEWHERE = (  # ops that have a part of their own, with larger cases
-    *("experts", "route", "router_logits", "add_shared", "mla_write", "mla_decode", "mla_attend"),
+    *(
+        "experts",
+        "route",
+        "router_logits",
+        "add_shared",
+        "mla_write",
+        "mla_decode",
+        "mla_project",
+        "mla_attend",
+    ),
     *("quantize_fp8", "rms_norm_fp8", "silu_mul_fp8", "fp8_linear"),
     *("causal_conv", "delta_gates", "gated_delta", "rms_norm_gated", "sigmoid_mul"),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.activation import gelu_mul, sigmoid_mul, silu_mul
 from penstock.kernels.all_reduce import sum_add_rms_norm, sum_parts
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
-from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
+from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_project, mla_write
 from penstock.kernels.attention.partial import partial_decode
 from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static, InputFormat
 from penstock.kernels.forward_batch import ForwardBatch
@@ -309,6 +309,23 @@ def partial_decode_case(*kv_lens: int, **shape: Any) -> OpCase:
 
     name = "_".join(map(str, kv_lens)) + "".join(f"-{key}{value}" for key, value in shape.items())
     return OpCase(partial_decode, name, make)
+
+
+def mla_project_case(
+    num_tokens: int, heads: int, inputs: int, outputs: int, *, sees: int, transposed: bool = False
+) -> OpCase:
+    """`sees`: how many of the tokens, the last ones, see something."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = randn(num_tokens, heads, inputs + 24, dtype=dtype, device=device)[:, :, :inputs]
+        shape = (heads, inputs, outputs) if transposed else (heads, outputs, inputs)
+        weight = inputs**-0.5 * randn(*shape, dtype=dtype, device=device)
+        kv_lens = (torch.arange(num_tokens) >= num_tokens - sees).int().to(device)
+        out = randn(num_tokens, heads, outputs, dtype=dtype, device=device)
+        return x, weight.transpose(1, 2) if transposed else weight, kv_lens, out
+
+    name = f"{sees}of{num_tokens}-{heads}x{inputs}x{outputs}" + "-transposed" * transposed
+    return OpCase(mla_project, name, make, mutated=(3,), rounds_inside=True)
 
 
 def mla_attend_case(
@@ -899,6 +916,9 @@ OP_CASES = [
     partial_decode_case(9, 40, num_heads=6, num_kv_heads=1, head_size=24, soft_cap=3.0),
     partial_decode_case(40, 7, int8=True),
     partial_decode_case(40, 7, fp8=True),
+    mla_project_case(150, 2, 128, 160, sees=19, transposed=True),
+    mla_project_case(150, 2, 72, 40, sees=100),
+    mla_project_case(150, 1, 16, 16, sees=0),
     mla_attend_case(((40, 40), (1, 1), (7, 7)), 4, (128, 64, 128), causal=True),
     mla_attend_case(((150, 150),), 2, (24, 16, 20), causal=True),
     mla_attend_case(((9, 70), (33, 0), (3, 64), (1, 1)), 3, (128, 64, 128), merges=True),

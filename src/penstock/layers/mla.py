@@ -12,9 +12,11 @@ from torch import Tensor
 
 from penstock.kernels.attention.mla import (
     PIECE_TOKENS,
+    AbsorbedTokens,
     cached,
     mla_attend,
     mla_decode,
+    mla_project,
     mla_write,
     prefill,
     prefill_plan,
@@ -96,6 +98,7 @@ class LatentAttention(CachedLayer):
         by_reference = build.attention.name == "reference"
         self.decode_op = mla_decode.reference if by_reference else mla_decode
         self.attend_op = mla_attend.reference if by_reference else mla_attend
+        self.project_op = mla_project.reference if by_reference else mla_project
         self.context = ContextRanks(build)
         self.sinks: Tensor | None = None
         self.weight_HEC: Tensor | None = None
@@ -191,16 +194,9 @@ class LatentAttention(CachedLayer):
                 self.attend_op,
             )
             if (absorbed := plan.absorbed) is not None:
-                behind_prefix_THV = self._absorbed(
-                    q_THD[num_decodes:],
-                    q_THR[num_decodes:],
-                    cache_BSA,
-                    absorbed.rows_T,
-                    absorbed.kv_lens_T,
-                    batch,
+                self._put_absorbed(
+                    q_THD[num_decodes:], q_THR[num_decodes:], cache_BSA, absorbed, batch, out_THV
                 )
-                is_behind_T11 = (absorbed.kv_lens_T > 0)[:, None, None]
-                out_THV = torch.where(is_behind_T11, behind_prefix_THV, out_THV)
             outputs.append(out_THV)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -214,6 +210,40 @@ class LatentAttention(CachedLayer):
         )
         return out_NHV, lse_NH
 
+    def _put_absorbed(
+        self,
+        q_THD: Tensor,
+        q_THR: Tensor,
+        cache_BSA: Tensor,
+        absorbed: AbsorbedTokens,
+        batch: ForwardBatch,
+        out_THV: Tensor,
+    ) -> None:
+        """As `_absorbed`, of those of the tokens that are: they are known to the device alone, and
+        often there are none."""
+        keys_HDC, values_HVC = self._matrices()
+        q_THC = q_THD.new_empty((*q_THD.shape[:2], self.latent.kv_rank))
+        self.project_op(q_THD, keys_HDC.transpose(1, 2), absorbed.kv_lens_T, q_THC)
+        latents_THC = self.decode_op(
+            q_THC,
+            q_THR,
+            cache_BSA,
+            absorbed.rows_T,
+            absorbed.kv_lens_T,
+            batch.block_table_RM,
+            self.scale,
+            batch.max_kv_len,
+        )
+        self.project_op(latents_THC, values_HVC, absorbed.kv_lens_T, out_THV)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """Of keys and of values."""
+        assert self.weight_HEC is not None, "not finished"
+        keys_HDC, values_HVC = self.weight_HEC.split(
+            (self.latent.nope_size, self.latent.value_size), dim=1
+        )
+        return keys_HDC, values_HVC
+
     def _absorbed(
         self,
         q_NHD: Tensor,
@@ -226,10 +256,7 @@ class LatentAttention(CachedLayer):
         lse_NH: Tensor | None = None,
     ) -> Tensor:
         """One query per entry over the cached latents themselves; see `mla_decode`."""
-        assert self.weight_HEC is not None
-        keys_HDC, values_HVC = self.weight_HEC.split(
-            (self.latent.nope_size, self.latent.value_size), dim=1
-        )
+        keys_HDC, values_HVC = self._matrices()
         out_NHC = self.decode_op(
             torch.bmm(q_NHD.transpose(0, 1), keys_HDC).transpose(0, 1),
             q_NHR,

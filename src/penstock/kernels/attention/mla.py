@@ -87,7 +87,8 @@ def mla_decode(
     """out_NHC: latents of the kv_lens[n] cached tokens of row rows[n], weighted by
     softmax((q_c . latent + q_r . key) * scale), for all heads; in fp32, back in q's dtype.
 
-    `lse_NH` (fp32) is given the logarithms of the sums of exponentials."""
+    `lse_NH` (fp32) is given the logarithms of the sums of exponentials. Without it the result of an
+    entry without tokens may be anything."""
     latent_size, block_size = q_NHC.shape[2], cache_BSA.shape[1]
     num_blocks = min(-(-max_kv_len // block_size), block_table_RM.shape[1])
     blocks_NM = block_table_RM[rows_N.long(), :num_blocks].long()
@@ -100,6 +101,15 @@ def mla_decode(
         lse_NH.copy_(scores_NHL.logsumexp(-1))
     weights_NHL = scores_NHL.softmax(-1)
     return (weights_NHL @ kv_NLA[:, :, :latent_size]).to(q_NHC.dtype)
+
+
+@op(gpu_module=_TRITON)
+def mla_project(x_THI: Tensor, weight_HOI: Tensor, kv_lens_T: Tensor, out_THO: Tensor) -> None:
+    """out[t, h] = weight[h] x[t, h] for tokens that see something (kv_lens[t] > 0). The others'
+    `out` is left as it is; where there are no others it takes no time."""
+    new_THO = torch.einsum("thi,hoi->tho", x_THI.float(), weight_HOI.float())
+    sees_T11 = (kv_lens_T > 0)[:, None, None]
+    out_THO.copy_(torch.where(sees_T11, new_THO.to(out_THO.dtype), out_THO))
 
 
 @op(gpu_module=_TRITON)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_write
+from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_project, mla_write
 from penstock.kernels.attention.triton_decode import (
     LN_2,
     LOG2_E,
@@ -33,18 +33,24 @@ from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previo
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import dot, fp8_clamp
 
-_HEADS = 16  # that one program rotates
+_MANY_TOKENS = 256
+_OF_MANY = (64, 4)  # heads that one program rotates, and its warps
 
 
 @triton.jit
 def _rotated(
     x_ptr, inside, table_ptr, position, f, F: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of the rotated channels, in fp32; `x_ptr` may be a column of rows."""
-    if INTERLEAVED:
-        first = tl.load(x_ptr + 2 * f, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(x_ptr + 2 * f + 1, mask=inside, other=0.0).to(tl.float32)
+    """Both halves of the rotated channels of rows, in fp32. `f` is a row of F channels, `inside`
+    says which rows there are."""
+    if INTERLEAVED:  # both of a pair in one load
+        ROWS: tl.constexpr = x_ptr.shape[0]
+        BLOCK_F: tl.constexpr = f.shape[1]
+        both = tl.arange(0, 2 * BLOCK_F)[None, :]
+        x = tl.load(x_ptr + both, mask=inside & (both < 2 * F), other=0.0)
+        first, second = tl.split(tl.reshape(x.to(tl.float32), (ROWS, BLOCK_F, 2)))
     else:
+        inside = inside & (f < F)
         first = tl.load(x_ptr + f, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(x_ptr + F + f, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(table_ptr + position * (2 * F) + f, mask=f < F, other=1.0)
@@ -86,8 +92,9 @@ def _mla_write(
         weight = tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps) * weight
         _store_cached(kv_out_ptr, cache_ptr, cols, x, cols < C)
-        f = tl.arange(0, BLOCK_F)
-        first, second = _rotated(kv_ptr + C, f < F, table_ptr, position, f, F, INTERLEAVED)
+        f = tl.arange(0, BLOCK_F)[None, :]
+        row = tl.arange(0, 1)[:, None]
+        first, second = _rotated(kv_ptr + C + row, row == 0, table_ptr, position, f, F, INTERLEAVED)
         _store_cached(kv_out_ptr, cache_ptr, C + f, first, f < F)
         _store_cached(kv_out_ptr, cache_ptr, C + F + f, second, f < F)
     else:
@@ -95,7 +102,7 @@ def _mla_write(
         pairs = tl.arange(0, BLOCK_F)[None, :]
         inside = (heads < H) & (pairs < F)
         q_at = q_ptr + token * stride_qt + heads * stride_qh
-        q_first, q_second = _rotated(q_at, inside, table_ptr, position, pairs, F, INTERLEAVED)
+        q_first, q_second = _rotated(q_at, heads < H, table_ptr, position, pairs, F, INTERLEAVED)
         to = q_out_ptr + (token * H + heads) * (2 * F) + pairs
         tl.store(to, q_first.to(q_out_ptr.dtype.element_ty), mask=inside)
         tl.store(to + F, q_second.to(q_out_ptr.dtype.element_ty), mask=inside)
@@ -111,13 +118,14 @@ def mla_write_triton(
     q_out_THR = torch.empty(q_THR.shape, dtype=q_THR.dtype, device=q_THR.device)
     kv_out_TA = torch.empty(kv_TA.shape, dtype=kv_TA.dtype, device=kv_TA.device)
     if num_tokens:
-        _mla_write[(num_tokens, 1 + triton.cdiv(num_heads, _HEADS))](
+        heads, num_warps = (16, 2) if num_tokens < _MANY_TOKENS else _OF_MANY
+        _mla_write[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
             q_THR, kv_TA, weight_C, eps, cos_sin_PR, positions_T, slots_T,
             q_out_THR, kv_out_TA, cache_BSA, q_THR.stride(0), q_THR.stride(1), kv_TA.stride(0),
             H=num_heads, C=len(weight_C), F=rotary // 2,
             BLOCK_C=triton.next_power_of_2(len(weight_C)),
-            BLOCK_F=triton.next_power_of_2(rotary // 2), HEADS=_HEADS, INTERLEAVED=is_interleaved,
-            num_warps=2, **launch_options(q_THR),
+            BLOCK_F=triton.next_power_of_2(rotary // 2), HEADS=heads, INTERLEAVED=is_interleaved,
+            num_warps=num_warps, **launch_options(q_THR),
         )  # fmt: skip
     return q_out_THR, kv_out_TA
 
@@ -201,6 +209,9 @@ def _mla_decode(
     wait_for_previous(PDL)
     entry = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + entry)
+    if DIRECT and not GIVES_LSE:
+        if kv_len == 0:  # of what it gives nobody knows
+            return
     table_ptr += tl.load(rows_ptr + entry).to(tl.int64) * stride_table
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     heads = h[:, None]
@@ -276,6 +287,73 @@ def mla_decode_triton(
             **launch_options(q_NHC),
         )  # fmt: skip
     return out_NHC
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectConfig:
+    """Launch config."""
+
+    rows: int = 128  # tokens of one program, for all outputs of a head
+    outputs: int = 128
+    inputs: int = 64  # that are read at once
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+def project_config(element_bytes: int) -> ProjectConfig:
+    if element_bytes > 2:  # no tensor cores in full precision
+        return ProjectConfig(rows=32, outputs=32, inputs=16, num_warps=4, num_stages=2)
+    return ProjectConfig(num_stages=3 if shared_bytes() >= 120 << 10 else 2)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _mla_project(
+    x_ptr, weight_ptr, kv_lens_ptr, out_ptr, num_tokens,
+    stride_xt, stride_xh, stride_wh, stride_wo, stride_wi, stride_ot, stride_oh,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, h): the i-th tile of tokens for head h; nothing where none of them is meant."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_meant = tl.load(kv_lens_ptr + tokens, mask=tokens < num_tokens, other=0) > 0
+    if tl.sum(is_meant.to(tl.int32)) == 0:
+        return
+    head = tl.program_id(1).to(tl.int64)
+    tokens = tokens.to(tl.int64)[:, None]
+    inputs = tl.arange(0, BLOCK_I)
+    x_ptr += tokens * stride_xt + head * stride_xh + inputs[None, :]
+    weight_ptr += head * stride_wh + inputs[:, None] * stride_wi
+    for first_output in range(0, OUTPUTS, BLOCK_O):
+        outputs = (first_output + tl.arange(0, BLOCK_O))[None, :]
+        acc = tl.zeros((ROWS, BLOCK_O), tl.float32)
+        for first in range(0, INPUTS, BLOCK_I):
+            is_input = first + inputs < INPUTS
+            x = tl.load(x_ptr + first, mask=is_meant[:, None] & is_input[None, :], other=0.0)
+            weight = tl.load(
+                weight_ptr + first * stride_wi + outputs * stride_wo,
+                mask=is_input[:, None] & (outputs < OUTPUTS),
+                other=0.0,
+            )
+            acc = dot(x, weight, acc, ON_GPU)
+        at = tokens * stride_ot + head * stride_oh + outputs
+        out = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, out, mask=is_meant[:, None] & (outputs < OUTPUTS))
+
+
+@mla_project.impl("triton", needs=arch(80))
+def mla_project_triton(x_THI, weight_HOI, kv_lens_T, out_THO):
+    num_tokens, num_heads, num_inputs = x_THI.shape
+    assert x_THI.stride(2) == out_THO.stride(2) == 1 and weight_HOI.dtype == x_THI.dtype
+    c = project_config(x_THI.element_size())
+    _mla_project[(triton.cdiv(num_tokens, c.rows), num_heads)](
+        x_THI, weight_HOI, kv_lens_T, out_THO, num_tokens, x_THI.stride(0), x_THI.stride(1),
+        *weight_HOI.stride(), out_THO.stride(0), out_THO.stride(1),
+        INPUTS=num_inputs, OUTPUTS=out_THO.shape[2], ROWS=c.rows, BLOCK_O=c.outputs,
+        BLOCK_I=c.inputs, ON_GPU=x_THI.is_cuda, num_warps=c.num_warps, num_stages=c.num_stages,
+        **launch_options(x_THI),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
