@@ -197,19 +197,19 @@ def _solve_chunks(
     # Rows are multiplied as they are, which is exact; their lengths come in afterwards.
     decay *= k_scale[None, :]
     zeros = tl.zeros((L, L), tl.float32)
-    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
-    PRECISION: tl.constexpr = _PRECISION if DTYPE == tl.float32 else "ieee"
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    PRECISION: tl.constexpr = _PRECISION if dtype == tl.float32 else "ieee"
     if not ON_GPU:
         k, q = k.to(tl.float32), q.to(tl.float32)
     to = pairs_ptr + at[:, None] * (4 * L) + col
     mask = in_chunk[:, None]
     read = tl.dot(q, tl.trans(k), zeros, input_precision=PRECISION)
     read *= decay * q_scale[:, None]
-    _store_pair(to + 2 * L, read, mask, DTYPE, L, ON_GPU)
+    _store_pair(to + 2 * L, read, mask, dtype, L, ON_GPU)
     a = tl.dot(k, tl.trans(k), zeros, input_precision=PRECISION)
     a *= decay * (k_scale * beta)[:, None]
-    solve = _inverse(tl.where(row > col, a, 0.0), DTYPE, L, ON_GPU)
-    _store_pair(to, solve * beta[None, :], mask, DTYPE, L, ON_GPU)
+    solve = _inverse(tl.where(row > col, a, 0.0), dtype, L, ON_GPU)
+    _store_pair(to, solve * beta[None, :], mask, dtype, L, ON_GPU)
 
 
 @triton.jit(do_not_specialize=["first_entry"])
@@ -244,8 +244,8 @@ def _walk_chunks(
     k_ptr += (head // R) * K
     v_ptr += head * D
     zeros = tl.zeros((BLOCK_D, L), tl.float32)
-    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
-    IS_PAIR: tl.constexpr = DTYPE != tl.float32
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    IS_PAIR: tl.constexpr = dtype != tl.float32
 
     for first in tl.range(start, end, L):
         tokens = first + row
@@ -264,7 +264,7 @@ def _walk_chunks(
             solve_low = tl.load(pairs + L, mask=is_row, other=0.0)
         k_factor = tl.load(factors, mask=in_chunk, other=0.0)
         known = _times(state, tl.trans(k), zeros, ON_GPU) * k_factor[None, :]
-        write = _times_pair(-known, tl.trans(solve), tl.trans(solve_low), zeros, DTYPE, ON_GPU)
+        write = _times_pair(-known, tl.trans(solve), tl.trans(solve_low), zeros, dtype, ON_GPU)
         if IS_PAIR:
             write = dot(tl.trans(v), tl.trans(solve), write, ON_GPU)
             write = dot(tl.trans(v), tl.trans(solve_low), write, ON_GPU)
@@ -278,7 +278,7 @@ def _walk_chunks(
         read_low = read
         if IS_PAIR:
             read_low = tl.load(pairs + 3 * L, mask=is_row, other=0.0)
-        out = _times_pair(write, tl.trans(read), tl.trans(read_low), out, DTYPE, ON_GPU)
+        out = _times_pair(write, tl.trans(read), tl.trans(read_low), out, dtype, ON_GPU)
         left = tl.load(factors + 2 * V, mask=in_chunk, other=0.0)
         state *= tl.load(factors_ptr + first * (4 * V) + 3 * V + head)
         state = _times(write * left[None, :], k, state, ON_GPU)
