@@ -209,9 +209,8 @@ def _mla_decode(
     wait_for_previous(PDL)
     entry = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + entry)
-    if DIRECT and not GIVES_LSE:
-        if kv_len == 0:  # of what it gives nobody knows
-            return
+    if (kv_len == 0) & (DIRECT and not GIVES_LSE):  # what it gives may be anything
+        return
     table_ptr += tl.load(rows_ptr + entry).to(tl.int64) * stride_table
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     heads = h[:, None]
