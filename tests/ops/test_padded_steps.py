@@ -108,7 +108,7 @@ def test_recurrent_ops_of_a_padded_step(impl: str, shape: StepShape) -> None:
     def run(batch: ForwardBatch, conv, delta, place):
         places = (*_states(batch.of_group(1)), batch.query_starts_N1, batch.num_decodes)
         kept = past.clone(), memory.clone()
-        y_TC = conv(place(x_TX), columns_C, weight_CW, kept[0], *places)
+        y_TC = conv(place(x_TX), columns_C, 1, weight_CW, kept[0], *places)
         tensors = [place(part).contiguous() for part in (*qkv, *gates)]
         return y_TC, delta(*tensors, kept[1], *places), *kept
 

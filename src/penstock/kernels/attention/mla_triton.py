@@ -33,8 +33,9 @@ from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previo
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import dot, fp8_clamp
 
+# Heads that one program rotates. An H200, 1024 tokens of 128 heads: 8.3 us, with 16 each 11.6.
+_HEADS, _HEADS_OF_MANY = 16, 32
 _MANY_TOKENS = 256
-_OF_MANY = (64, 4)  # heads that one program rotates, and its warps
 
 
 @triton.jit
@@ -118,14 +119,14 @@ def mla_write_triton(
     q_out_THR = torch.empty(q_THR.shape, dtype=q_THR.dtype, device=q_THR.device)
     kv_out_TA = torch.empty(kv_TA.shape, dtype=kv_TA.dtype, device=kv_TA.device)
     if num_tokens:
-        heads, num_warps = (16, 2) if num_tokens < _MANY_TOKENS else _OF_MANY
+        heads = _HEADS if num_tokens < _MANY_TOKENS else _HEADS_OF_MANY
         _mla_write[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
             q_THR, kv_TA, weight_C, eps, cos_sin_PR, positions_T, slots_T,
             q_out_THR, kv_out_TA, cache_BSA, q_THR.stride(0), q_THR.stride(1), kv_TA.stride(0),
             H=num_heads, C=len(weight_C), F=rotary // 2,
             BLOCK_C=triton.next_power_of_2(len(weight_C)),
             BLOCK_F=triton.next_power_of_2(rotary // 2), HEADS=heads, INTERLEAVED=is_interleaved,
-            num_warps=num_warps, **launch_options(q_THR),
+            num_warps=2, **launch_options(q_THR),
         )  # fmt: skip
     return q_out_THR, kv_out_TA
 
@@ -290,18 +291,19 @@ def mla_decode_triton(
 
 @dataclass(frozen=True, slots=True)
 class ProjectConfig:
-    """Launch config."""
+    """Launch config. An H200, 1024 tokens of 128 heads: 2.2 us when none of them sees anything; all
+    of them 76 us to a latent of 512 and 56 us from there, with eight warps 107 and 54."""
 
     rows: int = 128  # tokens of one program, for all outputs of a head
     outputs: int = 128
     inputs: int = 64  # that are read at once
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
 
 
 def project_config(element_bytes: int) -> ProjectConfig:
     if element_bytes > 2:  # no tensor cores in full precision
-        return ProjectConfig(rows=32, outputs=32, inputs=16, num_warps=4, num_stages=2)
+        return ProjectConfig(rows=32, outputs=32, inputs=16, num_stages=2)
     return ProjectConfig(num_stages=3 if shared_bytes() >= 120 << 10 else 2)
 
 
@@ -357,18 +359,19 @@ def mla_project_triton(x_THI, weight_HOI, kv_lens_T, out_THO):
 
 @dataclass(frozen=True, slots=True)
 class AttendConfig:
-    """Launch config."""
+    """Launch config. An H200, 128 heads: a prompt of 1024 tokens 161 us, two of 500 and one of 24
+    110 us; with 128 rows, eight warps and three stages 168 and 127."""
 
-    rows: int = 128  # queries of one program
+    rows: int = 64  # queries of one program
     tile: int = 64  # keys read at once
-    num_warps: int = 8
-    num_stages: int = 3
+    num_warps: int = 4
+    num_stages: int = 2
 
 
 def attend_config(element_bytes: int) -> AttendConfig:
     if element_bytes > 2:  # no tensor cores in full precision
-        return AttendConfig(rows=32, tile=16, num_warps=4, num_stages=2)
-    return AttendConfig(num_stages=3 if shared_bytes() >= 120 << 10 else 2)
+        return AttendConfig(rows=32, tile=16)
+    return AttendConfig()
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from penstock.kernels.recurrent.reference import causal_conv
 from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles, tile_of
 from penstock.kernels.triton_math import silu
 
+# An H200, 1024 tokens of 8192 channels: 16 us. More of either in a program took 19 to 24.
 _TILE = 32  # tokens of a program; at least P, so that only an entry's first tile needs its past
 _BLOCK_C = 128
-_WARPS = 4
 _VECTOR = 16  # columns whose neighborhood a program makes use of
 _BLOCK_C_DECODE = 256
 
@@ -99,7 +99,7 @@ def causal_conv_triton(
             first_entry, num_entries, x_TX.stride(0), C=num_channels, W=width,
             RUN=math.gcd(run, _VECTOR), TILE=tile, BLOCK_C=block,
             BLOCK_N=block_of_entries(num_entries) if tile > 1 else 1,
-            num_warps=_WARPS, **launch_options(x_TX),
+            num_warps=4, **launch_options(x_TX),
         )  # fmt: skip
 
     if num_decodes:

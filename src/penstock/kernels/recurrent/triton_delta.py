@@ -3,7 +3,8 @@
 A decode reads and writes its state once, which is all the time it takes. Chunks go through two
 kernels. The first sees a chunk alone, all chunks at once: it solves the triangular system of their
 writes. The second walks an entry's chunks in order with the state in registers. The equations are
-those of `reference._chunks`.
+those of `reference._chunks`. What of them is float32 is multiplied as the sum of two numbers of 16
+bits, as tensor cores take them: an H200's states are off by 1e-5 of a number at most.
 
 Legend: T tokens, N entries, S slots, H key heads, V value heads, R = V / H, K key size, D value
 size, L tokens of a chunk.
@@ -20,10 +21,9 @@ from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles,
 from penstock.kernels.triton_math import dot
 
 _CHUNK = 64
-_BLOCK_D = 32  # of the state's columns in one program: those of one head are four programs' work
+# Columns of the state in one program.
+_BLOCK_D_STEP = 32
 _BLOCK_D_WALK = 64  # the rows of one MMA of four warps
-_WALK_STAGES = 2
-_SOLVE_WARPS = 4
 _MAX_K = 128  # a program holds all rows of its columns, and shared memory has room for no more
 
 # Of float32 matrices: three TF32 MMAs instead of one keep its accuracy.
@@ -312,13 +312,13 @@ def gated_delta_triton(
     block_k = max(16, triton.next_power_of_2(key_size))
     if block_k == _CHUNK:
         block_k *= 2  # Triton 3.6 gets MMAs of square tiles of this size wrong on an H200
-    blocks_d, options = triton.cdiv(value_size, _BLOCK_D), launch_options(q_THK)
+    blocks_d, options = triton.cdiv(value_size, _BLOCK_D_STEP), launch_options(q_THK)
     on_gpu = q_THK.is_cuda
     if num_decodes:
         _step[(blocks_d, num_value_heads, num_decodes)](
             q_THK, k_THK, v_TVD, g_TV, beta_TV, state_SVKD, slots_N, has_state_N, out_TVD,
             *strides, scale, V=num_value_heads, R=group, K=key_size, D=value_size, BLOCK_K=block_k,
-            BLOCK_D=_BLOCK_D, num_warps=4, **options,
+            BLOCK_D=_BLOCK_D_STEP, num_warps=4, **options,
         )  # fmt: skip
     num_longer = num_entries - num_decodes
     if not num_longer:
@@ -332,13 +332,13 @@ def gated_delta_triton(
         q_THK, k_THK, g_TV, beta_TV, query_starts_N1, pairs, factors,
         num_decodes, num_longer, *strides[:2], scale, V=num_value_heads, R=group,
         K=key_size, BLOCK_K=block_k, L=_CHUNK, BLOCK_N=block_of_entries(num_longer), ON_GPU=on_gpu,
-        num_warps=_SOLVE_WARPS, **options,
+        num_warps=4, **options,
     )  # fmt: skip
     blocks_d = triton.cdiv(value_size, _BLOCK_D_WALK)
     _walk_chunks[(blocks_d, num_value_heads, num_longer)](
         q_THK, k_THK, v_TVD, pairs, factors, state_SVKD, slots_N, has_state_N,
         query_starts_N1, out_TVD, num_decodes, *strides, V=num_value_heads, R=group,
         K=key_size, D=value_size, BLOCK_K=block_k, BLOCK_D=_BLOCK_D_WALK, L=_CHUNK, ON_GPU=on_gpu,
-        num_warps=4, num_stages=_WALK_STAGES, **options,
+        num_warps=4, num_stages=2, **options,
     )  # fmt: skip
     return out_TVD
