@@ -36,6 +36,7 @@ from triton.runtime.jit import JITFunction
 from penstock.kernels import device as devices
 from penstock.kernels import pdl
 from penstock.kernels.attention.backend import get_backend
+from penstock.kernels.launch import QuickLaunch
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -81,7 +82,7 @@ class Variant:
 variants: dict[str, dict[str, Variant]] = {}  # of each kernel, by what makes them different
 
 
-def record_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+def record_instead(kernel: JITFunction, grid: Any, /, *args: Any, **kwargs: Any) -> None:
     names = kernel.arg_names
     kwargs |= {"ON_GPU": True} if "ON_GPU" in kwargs else {}
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
@@ -203,13 +204,19 @@ def compile_hopper_prefill(device: torch.device) -> None:
         )  # fmt: skip
 
 
-def compile_hopper_mxfp4(device: torch.device) -> None:
+def compile_hopper_experts(device: torch.device) -> None:
+    from penstock.kernels.moe import fp8_hopper as hopper_fp8
     from penstock.kernels.moe import mxfp4_hopper as hopper_mxfp4
 
     for bias in (False, True):
         args = experts_case(6, 4, 2, 64, 64, format="mxfp4", bias=bias).make(torch.bfloat16, device)
         for rows in hopper_mxfp4.CONFIGS:
             hopper_mxfp4.experts(*args, rows=rows)
+    *args, _, _, gate = experts_case(6, 4, 2, 256, 256, format="fp8 blocks").make(
+        torch.bfloat16, device
+    )
+    for rows in hopper_fp8.CONFIGS:
+        hopper_fp8.experts(*args, gate, rows=rows)
 
 
 def compile_hopper_weight_only(device: torch.device) -> None:
@@ -252,7 +259,7 @@ PARTS: dict[str, tuple[Callable[[torch.device], None], ...]] = {
 HOPPER_PARTS = {
     "attention": compile_hopper_prefill,
     "gemm": compile_hopper_weight_only,
-    "moe": compile_hopper_mxfp4,
+    "moe": compile_hopper_experts,
 }
 
 
@@ -271,7 +278,7 @@ def main() -> None:
     parser.add_argument("--most", type=int)
     args = parser.parse_args()
     pretend(args.arch)
-    JITFunction.run = record_instead
+    QuickLaunch.launch = record_instead
     has_pdl = args.arch >= 90
     pdl.launch_options = lambda x: {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
     device = torch.device("cpu")

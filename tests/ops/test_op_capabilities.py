@@ -17,6 +17,7 @@ FROM_80 = {
     "sigmoid_mul": {"triton"}, "rope_kv_write": {"triton"}, "mla_write": {"triton"},
     "partial_decode": {"triton"},
     "mla_decode": {"triton"}, "mla_attend": {"triton"}, "quantize_int8": {"triton"},
+    "quantize_nvfp4": {"triton"},
     "int8_linear": {"gemv", "int_mm", "triton"}, "weight_only_experts": {"triton"},
     "weight_only_linear": {"dequantized", "triton"}, "gated_linear": {"gemv", "small_m"},
     "decode_inputs": {"triton"}, "causal_conv": {"triton"}, "delta_gates": {"triton"},
@@ -26,7 +27,8 @@ FROM_80 = {
     "experts": {"triton few", "triton grouped", "triton mxfp4"},
     "dense_linear": {"gemv", "reference"},  # torch's GEMM is the reference
 }  # fmt: skip
-FROM_89 = {"quantize_fp8", "rms_norm_fp8", "silu_mul_fp8"}
+FROM_89 = {"quantize_fp8", "quantize_mxfp8", "rms_norm_fp8", "silu_mul_fp8"}
+FROM_100 = {"scaled_experts", "scaled_linear"}
 REFERENCE = {"reference"}
 
 
@@ -48,6 +50,7 @@ def arch(request, monkeypatch):
 def expected(arch: int) -> dict[str, set[str]]:
     found = {name: names if arch >= 80 else REFERENCE for name, names in FROM_80.items()}
     found |= {name: {"triton"} if arch >= 89 else REFERENCE for name in FROM_89}
+    found |= {name: {"triton"} if arch >= 100 else REFERENCE for name in FROM_100}
     found["fp8_linear"] = {"gemv", "triton"} if arch >= 89 else REFERENCE
     if arch >= 90:
         found["dense_linear"] = {"gemv", "small_m", "reference"}
@@ -70,5 +73,10 @@ def test_kernels_for_hopper_are_for_hopper_alone(arch, calls):
         for name, impl in op.implementations().items()
         if impl.needs.max_arch and impl.needs.missing() is None
     }
-    hopper = {"experts/hopper mxfp4", "weight_only_experts/hopper", "weight_only_linear/hopper"}
+    hopper = {
+        "experts/hopper fp8 blocks",
+        "experts/hopper mxfp4",
+        "weight_only_experts/hopper",
+        "weight_only_linear/hopper",
+    }
     assert found == (hopper if arch == 90 else set())

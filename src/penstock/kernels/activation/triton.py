@@ -5,19 +5,20 @@ size.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from penstock.kernels.activation.reference import gelu_mul, sigmoid_mul, silu_mul
 from penstock.kernels.carveout import between_gemms, set_carveout
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv
 from penstock.kernels.triton_math import gelu, sigmoid, silu
 
 _BLOCK = 1024
 
 
-@triton.jit
+@jit
 def _silu_mul(
     x_ptr, out_ptr, stride_t, F, BLOCK: tl.constexpr, PDL: tl.constexpr,
     IS_GELU: tl.constexpr = False,
@@ -53,7 +54,7 @@ def _gated(x_T2F, is_gelu):
     num_tokens, size = x_T2F.shape[0], x_T2F.shape[1] // 2
     out_TF = torch.empty((num_tokens, size), dtype=x_T2F.dtype, device=x_T2F.device)
     if num_tokens:
-        grid = (num_tokens, triton.cdiv(size, _BLOCK))
+        grid = (num_tokens, cdiv(size, _BLOCK))
         options = launch_options(x_T2F)
         kernel = _silu_mul[grid](
             x_T2F, out_TF, x_T2F.stride(0), size, BLOCK=_BLOCK, IS_GELU=is_gelu, num_warps=4,
@@ -63,7 +64,7 @@ def _gated(x_T2F, is_gelu):
     return out_TF
 
 
-@triton.jit
+@jit
 def _sigmoid_mul(
     x_ptr, gate_ptr, out_ptr, num_values, stride_t, stride_h,
     H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -87,7 +88,7 @@ def sigmoid_mul_triton(x_THD, gate_THD):
     out_THD = torch.empty_like(x_THD)
     if num_values := x_THD.numel():
         _, num_heads, size = x_THD.shape
-        _sigmoid_mul[(triton.cdiv(num_values, _BLOCK),)](
+        _sigmoid_mul[(cdiv(num_values, _BLOCK),)](
             x_THD, gate_THD, out_THD, num_values, gate_THD.stride(0), gate_THD.stride(1),
             H=num_heads, D=size, BLOCK=_BLOCK, num_warps=4, **launch_options(x_THD),
         )  # fmt: skip

@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.all_reduce.reference import sum_add_rms_norm, sum_parts
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
+from penstock.kernels.sizes import next_power_of_2
 
 MAX_D = 16384  # one program holds a whole row in registers
 
@@ -34,7 +36,7 @@ def _meet(flags_ptr, row, rank, R: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["rank"])
 def _one_shot(
     x_ptr, parts_ptr, flags_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, rank,
     stride_x, stride_residual, eps,
@@ -73,7 +75,7 @@ def _launch(x_TD, parts_R, flags_R, residual_TD, weight_D, eps, rank, is_shared)
     has_norm = residual_TD is not None
     sum_TD = torch.empty((num_tokens, size), dtype=x_TD.dtype, device=x_TD.device)
     out_TD = torch.empty_like(sum_TD) if has_norm else sum_TD
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     if num_tokens:
         _one_shot[(num_tokens,)](
             x_TD, parts_R, flags_R, residual_TD if has_norm else x_TD,

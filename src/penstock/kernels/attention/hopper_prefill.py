@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock.kernels.attention.backend import AttentionParams
 from penstock.kernels.attention.triton_decode import LOG2_E
 from penstock.kernels.attention.triton_prefill import num_slots, tile_of
+from penstock.kernels.gluon_launch import jit as gluon_jit
 from penstock.kernels.gluon_tools import copy, descriptor, view
 from penstock.kernels.pdl import launch_options
 
@@ -218,7 +219,7 @@ def _attend(
     gl.store(out_ptr + at[:, None] + cols[None, :], out, mask=(queries < num_queries)[:, None])
 
 
-@gluon.jit(do_not_specialize=["first_entry", "end_entry"])
+@gluon_jit(do_not_specialize=["first_entry", "end_entry"])
 def _prefill(
     q_ptr, k_desc, v_desc, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
     first_entry, end_entry, scale_log2, v_scale, window, stride_qt, stride_table, rows_per_block,

@@ -28,8 +28,10 @@ from penstock.kernels.attention.triton_decode import (
 )
 from penstock.kernels.attention.triton_prefill import num_slots, tile_of
 from penstock.kernels.device import shared_bytes
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import dot, fp8_clamp
 
@@ -70,7 +72,7 @@ def _store_cached(kv_ptr, cache_ptr, cols, x, mask):
     tl.store(cache_ptr + cols, x.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _mla_write(
     q_ptr, kv_ptr, weight_ptr, eps, table_ptr, positions_ptr, slots_ptr,
     q_out_ptr, kv_out_ptr, cache_ptr, stride_qt, stride_qh, stride_kv,
@@ -120,12 +122,12 @@ def mla_write_triton(
     kv_out_TA = torch.empty(kv_TA.shape, dtype=kv_TA.dtype, device=kv_TA.device)
     if num_tokens:
         heads = _HEADS if num_tokens < _MANY_TOKENS else _HEADS_OF_MANY
-        _mla_write[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
+        _mla_write[(num_tokens, 1 + cdiv(num_heads, heads))](
             q_THR, kv_TA, weight_C, eps, cos_sin_PR, positions_T, slots_T,
             q_out_THR, kv_out_TA, cache_BSA, q_THR.stride(0), q_THR.stride(1), kv_TA.stride(0),
             H=num_heads, C=len(weight_C), F=rotary // 2,
-            BLOCK_C=triton.next_power_of_2(len(weight_C)),
-            BLOCK_F=triton.next_power_of_2(rotary // 2), HEADS=heads, INTERLEAVED=is_interleaved,
+            BLOCK_C=next_power_of_2(len(weight_C)),
+            BLOCK_F=next_power_of_2(rotary // 2), HEADS=heads, INTERLEAVED=is_interleaved,
             num_warps=2, **launch_options(q_THR),
         )  # fmt: skip
     return q_out_THR, kv_out_TA
@@ -155,7 +157,7 @@ def decode_config(num_heads: int, element_bytes: int, num_entries: int) -> Decod
         usual = DecodeConfig(heads=32, num_warps=4)
     else:
         usual = DecodeConfig(heads=64, num_warps=8)
-    if load_of(num_entries * triton.cdiv(num_heads, usual.heads), NO_WINDOW) >= Load.FEW_WAVES:
+    if load_of(num_entries * cdiv(num_heads, usual.heads), NO_WINDOW) >= Load.FEW_WAVES:
         return replace(usual, programs=1)
     return usual if num_entries <= 16 else replace(usual, max_splits=8)
 
@@ -192,7 +194,7 @@ def _attend_latents(
     return m, total, acc
 
 
-@triton.jit
+@jit
 def _mla_decode(
     q_ptr, q_rot_ptr, cache_ptr, out_ptr, out_lse_ptr, partial_ptr, lse_ptr, rows_ptr, kv_lens_ptr,
     table_ptr, scale_log2, stride_qn, stride_qh, stride_rn, stride_rh, stride_table,
@@ -254,13 +256,13 @@ def mla_decode_triton(
     assert q_NHC.stride(2) == q_NHR.stride(2) == 1 and cache_BSA.is_contiguous()
     assert cache_BSA.shape[2] == size + rotary, (cache_BSA.shape, size, rotary)
     c = decode_config(num_heads, q_NHC.element_size(), num_entries)
-    num_groups = triton.cdiv(num_heads, c.heads)
+    num_groups = cdiv(num_heads, c.heads)
     programs = min(
         c.max_splits,
-        triton.cdiv(max_kv_len, c.min_span),
+        cdiv(max_kv_len, c.min_span),
         max(1, c.programs // (num_entries * num_groups)),
     )
-    block_c, device = triton.next_power_of_2(size), q_NHC.device
+    block_c, device = next_power_of_2(size), q_NHC.device
     out_NHC = torch.empty((num_entries, num_heads, size), dtype=q_NHC.dtype, device=device)
     partial, lse = out_NHC, out_NHC  # not used by a single program
     gives_lse, out_lse = lse_NH is not None, out_NHC if lse_NH is None else lse_NH
@@ -273,13 +275,13 @@ def mla_decode_triton(
         scale * LOG2_E, q_NHC.stride(0), q_NHC.stride(1), q_NHR.stride(0), q_NHR.stride(1),
         block_table_RM.stride(0),
         H=num_heads, C=size, R=rotary, S=cache_BSA.shape[1], HEADS=c.heads, BLOCK_C=block_c,
-        BLOCK_R=max(16, triton.next_power_of_2(rotary)), TILE=c.tile, MIN_SPAN=c.min_span,
+        BLOCK_R=max(16, next_power_of_2(rotary)), TILE=c.tile, MIN_SPAN=c.min_span,
         SPLITS=c.max_splits, DIRECT=programs == 1, GIVES_LSE=gives_lse, ON_GPU=q_NHC.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHC),
     )  # fmt: skip
     if programs > 1:
         block = min(block_c, 128)
-        reduce_splits[(num_heads, num_entries, triton.cdiv(size, block))](
+        reduce_splits[(num_heads, num_entries, cdiv(size, block))](
             partial, lse, out_NHC, out_lse, kv_lens_N, kv_lens_N, None, NO_WINDOW,
             dtype=TRITON_DTYPES[out_NHC.dtype], H=num_heads, D=size, BLOCK_D=block,
             TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=False,
@@ -307,7 +309,7 @@ def project_config(element_bytes: int) -> ProjectConfig:
     return ProjectConfig(num_stages=3 if shared_bytes() >= 120 << 10 else 2)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _mla_project(
     x_ptr, weight_ptr, kv_lens_ptr, out_ptr, num_tokens,
     stride_xt, stride_xh, stride_wh, stride_wo, stride_wi, stride_ot, stride_oh,
@@ -348,7 +350,7 @@ def mla_project_triton(x_THI, weight_HOI, kv_lens_T, out_THO):
     num_tokens, num_heads, num_inputs = x_THI.shape
     assert x_THI.stride(2) == out_THO.stride(2) == 1 and weight_HOI.dtype == x_THI.dtype
     c = project_config(x_THI.element_size())
-    _mla_project[(triton.cdiv(num_tokens, c.rows), num_heads)](
+    _mla_project[(cdiv(num_tokens, c.rows), num_heads)](
         x_THI, weight_HOI, kv_lens_T, out_THO, num_tokens, x_THI.stride(0), x_THI.stride(1),
         *weight_HOI.stride(), out_THO.stride(0), out_THO.stride(1),
         INPUTS=num_inputs, OUTPUTS=out_THO.shape[2], ROWS=c.rows, BLOCK_O=c.outputs,
@@ -410,7 +412,7 @@ def _attend_keys(
     return m, total, acc
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["num_entries"],
     do_not_specialize_on_alignment=["query_starts_ptr", "key_starts_ptr"],
 )
@@ -508,9 +510,9 @@ def mla_attend_triton(
         num_entries, scale * LOG2_E, q_THD.stride(0), q_THD.stride(1), q_THR.stride(0),
         q_THR.stride(1), kv_LHE.stride(0), key_LR.stride(0),
         H=num_heads, D=size, R=rotary, V=value_size,
-        BLOCK_D=max(16, triton.next_power_of_2(size)),
-        BLOCK_R=max(16, triton.next_power_of_2(rotary)),
-        BLOCK_V=max(16, triton.next_power_of_2(value_size)), ROWS=c.rows, TILE=c.tile,
+        BLOCK_D=max(16, next_power_of_2(size)),
+        BLOCK_R=max(16, next_power_of_2(rotary)),
+        BLOCK_V=max(16, next_power_of_2(value_size)), ROWS=c.rows, TILE=c.tile,
         CAUSAL=is_causal, MERGES=merges, ON_GPU=q_THD.is_cuda, num_warps=c.num_warps,
         num_stages=c.num_stages, **launch_options(q_THD),
     )  # fmt: skip

@@ -33,8 +33,10 @@ from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.partial import partial_decode
 from penstock.kernels.carveout import DRIVER_DEFAULT, set_carveout
 from penstock.kernels.device import num_sms, shared_bytes
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import fp8_clamp
 
@@ -91,7 +93,7 @@ def load_of(num_programs: int, longest: int) -> Load:
 
 def _tile_heads(group: int) -> int:
     """Query heads of a program."""
-    return max(8, min(_MAX_G, triton.next_power_of_2(group)))
+    return max(8, min(_MAX_G, next_power_of_2(group)))
 
 
 @functools.cache
@@ -102,7 +104,7 @@ def decode_config(
     64 and 128 in 8 and 16 bits (docs/notes/2026-11-attention.md)."""
     is_small = head_size * _tile_heads(num_heads // num_kv_heads) <= 1024
     keys_each = 32 if is_small else 16  # of a warp, for its registers' sake
-    row_bytes = 2 * triton.next_power_of_2(head_size) * cache_bytes  # of a key and its value
+    row_bytes = 2 * next_power_of_2(head_size) * cache_bytes  # of a key and its value
     most, stages = {
         Load.PARTIAL_WAVE: (1, 5),
         Load.ONE_WAVE: (4, 7),
@@ -359,7 +361,7 @@ def _store(
     tl.store(to, out, mask=inside)
 
 
-@triton.jit
+@jit
 def _decode(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr,
     kv_lens_ptr, table_ptr, sinks_ptr, out_scale_ptr, out_lse_ptr,
@@ -439,7 +441,7 @@ def _decode(
                 tl.store(lse_ptr + at, m + tl.log2(total), mask=g < G)
 
 
-@triton.jit
+@jit
 def reduce_splits(
     partial_ptr, lse_ptr, out_ptr, out_lse_ptr, kv_lens_ptr, sinks_ptr, out_scale_ptr, window,
     dtype: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -513,7 +515,7 @@ def decode(
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
     group = num_heads // num_kv_heads
     block_g = _tile_heads(group)
-    num_tiles = num_kv_heads * triton.cdiv(group, block_g)  # of heads
+    num_tiles = num_kv_heads * cdiv(group, block_g)  # of heads
     longest = block_table_RM.shape[1] * block_size
     if params.window is not None:
         max_kv_len, longest = min(max_kv_len, params.window), min(longest, params.window)
@@ -522,14 +524,14 @@ def decode(
         load_of(num_entries * num_tiles, longest),
     )  # fmt: skip
     is_direct = longest <= c.min_span
-    num_splits = min(c.max_splits, triton.cdiv(max_kv_len + c.tile, c.min_span))
+    num_splits = min(c.max_splits, cdiv(max_kv_len + c.tile, c.min_span))
     in_pairs = k_cache_BKSD.element_size() == 1 and q_NHD.element_size() == 2
     if in_pairs:
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
     window = NO_WINDOW if params.window is None else params.window
     sinks = kv_lens_N if sinks_H is None else sinks_H  # not read where there are none
     k_scales_BKS, v_scales_BKS = scales or (None, None)
-    block_d = triton.next_power_of_2(head_size)
+    block_d = next_power_of_2(head_size)
     partial, lse = out_NHD, out_NHD  # not used where nothing is split
     gives_lse = lse_NH is not None
     out_lse = out_NHD if lse_NH is None else lse_NH

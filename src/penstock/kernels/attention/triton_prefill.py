@@ -19,7 +19,9 @@ from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.triton_decode import LOG2_E, cap_log2, capped_log2
 from penstock.kernels.device import shared_bytes
 from penstock.kernels.hopper import HopperKernels
+from penstock.kernels.launch import jit
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import next_power_of_2
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _HOPPER = HopperKernels("penstock.kernels.attention.hopper_prefill", "prompts are attended")
@@ -134,7 +136,7 @@ def num_slots(num_tokens: int, num_entries: int, group: int, rows: int) -> int:
     return num_tokens * group // rows + num_entries
 
 
-@triton.jit(do_not_specialize=["first_entry", "end_entry"])
+@jit(do_not_specialize=["first_entry", "end_entry"])
 def _prefill(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr,
     table_ptr, sinks_ptr,
@@ -255,7 +257,7 @@ def prefill(
         q_THD.stride(0), k_cache_BKSD.stride(0),
         0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size,
-        BLOCK_D=triton.next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
+        BLOCK_D=next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
         HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,
         HAS_SCALES=scales is not None, HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_THD),

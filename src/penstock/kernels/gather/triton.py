@@ -4,16 +4,17 @@ Legend: N entries, R rows, M blocks a row may have.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from penstock.kernels.gather.reference import decode_inputs
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
+from penstock.kernels.sizes import cdiv
 
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@jit(do_not_specialize=["num_entries"])
 def _decode_inputs(
     rows_ptr, last_tokens_ptr, lengths_ptr, table_ptr,
     input_ids_ptr, positions_ptr, kv_lens_ptr, slots_ptr, num_entries, stride_table,
@@ -40,7 +41,7 @@ def decode_inputs_triton(rows_N, last_tokens_R, lengths_R, block_table_RM, block
     ).unbind(0)
     kv_lens_N = torch.empty(num_entries, dtype=torch.int32, device=rows_N.device)
     if num_entries:
-        _decode_inputs[(triton.cdiv(num_entries, _BLOCK),)](
+        _decode_inputs[(cdiv(num_entries, _BLOCK),)](
             rows_N, last_tokens_R, lengths_R, block_table_RM,
             input_ids_N, positions_N, kv_lens_N, slots_N, num_entries, block_table_RM.stride(0),
             S=block_size, BLOCK=_BLOCK, num_warps=4,

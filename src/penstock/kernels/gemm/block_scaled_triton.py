@@ -12,11 +12,13 @@ from torch import Tensor
 
 from penstock.kernels.device import probe
 from penstock.kernels.gemm.block_scaled import ScaledWeight, scaled_linear
+from penstock.kernels.launch import jit
 from penstock.kernels.moe.weights import pointer
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.quantize.block_scaled import MXFP8_GROUP, quantize_mxfp8, quantize_nvfp4
 from penstock.kernels.quantized_weight import FP4_GROUP
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 MAX_BLOCK_T = 128
 _BLOCK_O = 128  # rows that tcgen05.mma takes
@@ -34,7 +36,7 @@ def _as_e4m3(pairs):
     return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _scaled(
     x_ptr, x_scales_ptr, x_outer_ptr, w_ptr, w_scales_ptr, outer_ptr, bias_ptr, out_ptr,
     slots_ptr, pairs_ptr, weights_ptr, num_tokens, out_features, in_features, num_slots,
@@ -118,8 +120,8 @@ def multiply(
     else:
         values, scales = quantize_nvfp4(x, weight.input_scale_1)
     out = torch.empty((num_tokens, weight.out_features), dtype=x.dtype, device=x.device)
-    num_blocks = triton.cdiv(num_tokens, block_t) if slots_B is None else len(slots_B)
-    _scaled[(triton.cdiv(weight.out_features, _BLOCK_O), num_blocks)](
+    num_blocks = cdiv(num_tokens, block_t) if slots_B is None else len(slots_B)
+    _scaled[(cdiv(weight.out_features, _BLOCK_O), num_blocks)](
         values, scales, pointer(weight.input_scale_1, out), weight.codes_OB, weight.scales_OG,
         pointer(weight.outer_O, out), pointer(bias, out), out, slots_B, pairs_BM, weights_P,
         num_tokens, weight.out_features, weight.in_features, weight.num_slots,
@@ -137,5 +139,5 @@ def multiply(
 @scaled_linear.impl("triton", needs=arch(100), fits=lambda x_TI, weight, bias_O: x_TI.shape[0] > 0)
 def scaled_linear_triton(x_TI, weight, bias_O):
     num_tokens = x_TI.shape[0]
-    block_t = min(MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
+    block_t = min(MAX_BLOCK_T, max(16, next_power_of_2(num_tokens)))
     return multiply(x_TI, weight, bias_O, num_tokens, block_t)

@@ -6,7 +6,6 @@ Legend: T tokens, I inputs, O outputs, G groups.
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,8 +14,10 @@ from penstock.kernels.gemm.fp8 import fp8_linear
 from penstock.kernels.gemm.gated import MAX_GEMV_TOKENS
 from penstock.kernels.gemm.gemv import gemv
 from penstock.kernels.gemm.small_m import is_faster_than_cublas, small_m_gemm
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.quantize.reference import BLOCK
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _MAX_BLOCK_GEMV_TOKENS = 2  # with block scales, which take time of their own
 
@@ -89,7 +90,7 @@ def _by_group(scale_TG: Tensor) -> Tensor:
     return scale_TG if scale_TG.stride(0) == 1 else scale_TG.t().contiguous().t()
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride_scale_g"])
+@jit(do_not_specialize=["num_tokens", "stride_scale_g"])
 def _fp8_linear(
     x_ptr, scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr,
     num_tokens, out_features, in_features,
@@ -151,9 +152,9 @@ def fp8_linear_triton(x_TI, scale, weight_OI, weight_scale, bias_O, dtype):
     out_TO = torch.empty((num_tokens, out_features), dtype=dtype, device=x_TI.device)
     if num_tokens == 0:
         return out_TO
-    block_t = max(16, min(128, triton.next_power_of_2(num_tokens)))
+    block_t = max(16, min(128, next_power_of_2(num_tokens)))
     block_o = 128 if block_t > 32 else 64
-    grid = (triton.cdiv(num_tokens, block_t) * triton.cdiv(out_features, block_o),)
+    grid = (cdiv(num_tokens, block_t) * cdiv(out_features, block_o),)
     _fp8_linear[grid](
         x_TI, scale, weight_OI, weight_scale, bias_O, out_TO,
         num_tokens, out_features, in_features, x_TI.stride(0),

@@ -25,9 +25,11 @@ from penstock.kernels.gemm.gated import (
     gated_linear,
 )
 from penstock.kernels.gemm.small_m import is_faster_than_cublas, scale_strides, small_m_gemm
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.quantize.reference import BLOCK as FP8_BLOCK
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import fp8_clamp, silu
 
@@ -60,7 +62,7 @@ def gemv_config(
     else:
         usual = GemvConfig(rows=1, block=1024, num_warps=8)
     small = usual.block // 2
-    if triton.cdiv(in_features, usual.block) * 2 > triton.cdiv(in_features, small):
+    if cdiv(in_features, usual.block) * 2 > cdiv(in_features, small):
         usual = replace(usual, block=small, num_warps=4)  # half of the last one would be empty
     return tuned.best(
         "gemv",
@@ -68,7 +70,7 @@ def gemv_config(
         outputs=out_features,
         inputs=in_features,
         bits=8 * element_bytes,
-        tokens=triton.next_power_of_2(num_tokens),
+        tokens=next_power_of_2(num_tokens),
     )
 
 
@@ -112,7 +114,7 @@ def _epilogue(
     return y
 
 
-@triton.jit(do_not_specialize=["out_features"])
+@jit(do_not_specialize=["out_features"])
 def _gemv(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr,
     out_features, in_features, stride_x, stride_w, stride_x_scale, stride_x_group, stride_w_scale,
@@ -204,11 +206,11 @@ def gemv(
     out_TO = torch.empty((num_tokens, out_features), dtype=out_dtype, device=x_TI.device)
     in_blocks = weight_scale is not None and weight_scale.dim() == 2
     strides = scale_strides(scale, weight_scale)
-    _gemv[(triton.cdiv(out_features, c.rows),)](
+    _gemv[(cdiv(out_features, c.rows),)](
         x_TI, weight_OI, scale, weight_scale, bias_O, out_TO, out_scale_1,
         out_features, in_features, x_TI.stride(0), weight_OI.stride(0), *strides,
-        T=num_tokens, BLOCK_T=triton.next_power_of_2(num_tokens), ROWS=c.rows, BLOCK=c.block,
-        TILES=triton.cdiv(in_features, c.block), HAS_SCALES=scale is not None,
+        T=num_tokens, BLOCK_T=next_power_of_2(num_tokens), ROWS=c.rows, BLOCK=c.block,
+        TILES=cdiv(in_features, c.block), HAS_SCALES=scale is not None,
         IN_BLOCKS=in_blocks, GROUP=FP8_BLOCK, HAS_BIAS=bias_O is not None, IS_GATED=is_gated,
         GEMM_DTYPE=TRITON_DTYPES[dtype], num_warps=c.num_warps, **launch_options(x_TI),
     )  # fmt: skip

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.launch import jit
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _BLOCK = 512  # outputs of a program
 
@@ -36,7 +38,7 @@ def epilogue(y, scale, w_scale, bias, HAS_BIAS: tl.constexpr):
     return y
 
 
-@triton.jit
+@jit
 def _reduce_split_k(
     parts_ptr, scale_ptr, w_scale_ptr, bias_ptr, out_ptr, part_size, out_features,
     stride_scale, stride_w_scale,
@@ -75,8 +77,8 @@ def reduce_split_k(
 ) -> Tensor:
     num_parts, num_tokens, out_features = parts_NTO.shape
     out_TO = torch.empty((num_tokens, out_features), dtype=dtype, device=parts_NTO.device)
-    block = min(_BLOCK, triton.next_power_of_2(out_features))
-    _reduce_split_k[(num_tokens, triton.cdiv(out_features, block))](
+    block = min(_BLOCK, next_power_of_2(out_features))
+    _reduce_split_k[(num_tokens, cdiv(out_features, block))](
         parts_NTO, scale, weight_scale, bias_O, out_TO, parts_NTO.stride(0), out_features,
         by_row(scale), by_row(weight_scale),
         N=num_parts, HAS_BIAS=bias_O is not None, BLOCK=block, num_warps=4,

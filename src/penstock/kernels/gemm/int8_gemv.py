@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gemm.int8_epilogue import by_row, epilogue, load_scale_and_bias
+from penstock.kernels.launch import jit
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _WORD = 4  # values
 _MAX_WORDS = 1024  # of a row read at once
@@ -50,7 +52,7 @@ def _weights(w_rows, words, is_output, num_words):
     return tl.load(w_rows + words, mask=mask, other=0, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["out_features"])
+@jit(do_not_specialize=["out_features"])
 def _gemv(
     x_ptr, scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr,
     out_features, num_words, stride_x, stride_scale, stride_w_scale,
@@ -90,8 +92,8 @@ def gemv_config(in_features: int, num_tokens: int) -> GemvConfig:
     """The best of 9 on an H200. us of 4096 x 14336 (outputs x inputs; roofline 13.0) and of
     8192 x 28672 (52.0): one token 14.2 and 53.4, two 15.9 and 55.7.
     """
-    words = min(_MAX_WORDS, triton.next_power_of_2(in_features // _WORD))
-    rows = max(1, _MAX_ROWS // triton.next_power_of_2(num_tokens))
+    words = min(_MAX_WORDS, next_power_of_2(in_features // _WORD))
+    rows = max(1, _MAX_ROWS // next_power_of_2(num_tokens))
     return GemvConfig(rows=rows, words=words, num_warps=4)
 
 
@@ -111,11 +113,11 @@ def gemv(
     x_TW, weight_OW = (values.view(torch.int32) for values in (x_TI, weight_OI))
     out_TO = torch.empty((num_tokens, out_features), dtype=dtype, device=x_TI.device)
     num_words = in_features // _WORD
-    _gemv[(triton.cdiv(out_features, c.rows),)](
+    _gemv[(cdiv(out_features, c.rows),)](
         x_TW, scale, weight_OW, weight_scale, bias_O, out_TO,
         out_features, num_words, x_TW.stride(0), by_row(scale), by_row(weight_scale),
-        T=num_tokens, BLOCK_T=triton.next_power_of_2(num_tokens), ROWS=c.rows, BLOCK=c.words,
-        TILES=triton.cdiv(num_words, c.words), HAS_BIAS=bias_O is not None, ON_GPU=x_TI.is_cuda,
+        T=num_tokens, BLOCK_T=next_power_of_2(num_tokens), ROWS=c.rows, BLOCK=c.words,
+        TILES=cdiv(num_words, c.words), HAS_BIAS=bias_O is not None, ON_GPU=x_TI.is_cuda,
         num_warps=c.num_warps, **launch_options(x_TI),
     )  # fmt: skip
     return out_TO

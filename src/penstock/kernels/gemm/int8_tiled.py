@@ -13,7 +13,6 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -25,7 +24,9 @@ from penstock.kernels.gemm.int8_epilogue import (
     reduce_split_k,
 )
 from penstock.kernels.gemm.split_k import choose_split_k
+from penstock.kernels.launch import jit
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _ALIGNED = 16  # bytes that are copied into shared memory at once
 _GROUP_TOKENS = 2048  # whose programs follow each other: they find weights and tokens in the L2
@@ -55,7 +56,7 @@ _BEFORE_HOPPER = Int8GemmConfig(64, 64, 128, num_warps=4, num_stages=3, programs
 _UNALIGNED = Int8GemmConfig(64, 32, 64, num_warps=4, num_stages=2, programs=2)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "tiles_each"])
+@jit(do_not_specialize=["num_tokens", "num_blocks", "tiles_each"])
 def _int8_gemm(
     x_ptr, scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr,
     num_tokens, num_blocks, out_features, in_features, tiles_each,
@@ -142,10 +143,10 @@ def int8_gemm_config(num_tokens: int, in_features: int) -> Int8GemmConfig:
 
 def num_splits(c: Int8GemmConfig, num_tokens: int, out_features: int, in_features: int) -> int:
     """Split-K factor; it takes few values, for each is a kernel to compile at start."""
-    num_blocks = triton.next_power_of_2(triton.cdiv(num_tokens, c.tokens))
-    num_programs = num_blocks * triton.cdiv(out_features, c.outputs)
+    num_blocks = next_power_of_2(cdiv(num_tokens, c.tokens))
+    num_programs = num_blocks * cdiv(out_features, c.outputs)
     at_a_time = c.programs * num_sms()
-    return choose_split_k(num_programs, at_a_time, triton.cdiv(in_features, c.inputs))
+    return choose_split_k(num_programs, at_a_time, cdiv(in_features, c.inputs))
 
 
 def int8_gemm(
@@ -165,11 +166,11 @@ def int8_gemm(
     if num_tokens == 0:
         return torch.empty((0, out_features), dtype=dtype, device=x_TI.device)
     c = config or int8_gemm_config(num_tokens, in_features)
-    num_blocks, num_rows = triton.cdiv(num_tokens, c.tokens), triton.cdiv(out_features, c.outputs)
-    num_tiles = triton.cdiv(in_features, c.inputs)
+    num_blocks, num_rows = cdiv(num_tokens, c.tokens), cdiv(out_features, c.outputs)
+    num_tiles = cdiv(in_features, c.inputs)
     splits = splits or num_splits(c, num_tokens, out_features, in_features)
-    tiles_each = triton.cdiv(num_tiles, splits)
-    splits = triton.cdiv(num_tiles, tiles_each)
+    tiles_each = cdiv(num_tiles, splits)
+    splits = cdiv(num_tiles, tiles_each)
     is_whole = in_features % c.inputs == out_features % c.outputs == 0
     out_NTO = torch.empty(
         (splits, num_tokens, out_features),

@@ -5,16 +5,17 @@ inputs.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.launch import jit
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024
 
 
-@triton.jit
+@jit
 def _combine(
     parts_ptr, slots_ptr, y_ptr, T, S, D, K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SLOTS: tl.constexpr, PDL: tl.constexpr,
@@ -50,8 +51,8 @@ def combine(
     """[T, D]; with `slots_TK` without the pairs whose slot is none of `num_slots`."""
     num_parts, num_pairs, size = parts_NPD.shape
     y_TD = torch.empty((num_tokens, size), dtype=dtype, device=parts_NPD.device)
-    block = min(_BLOCK, triton.next_power_of_2(size))
-    _combine[(num_tokens, triton.cdiv(size, block))](
+    block = min(_BLOCK, next_power_of_2(size))
+    _combine[(num_tokens, cdiv(size, block))](
         parts_NPD, slots_TK, y_TD, num_tokens, num_slots, size, K=num_pairs // num_tokens,
         N=num_parts, BLOCK=block, HAS_SLOTS=slots_TK is not None, num_warps=4,
         **launch_options(parts_NPD),

@@ -17,7 +17,9 @@ from torch import Tensor
 from penstock.kernels import tuned
 from penstock.kernels.device import num_sms, shared_bytes
 from penstock.kernels.gemm.gated import MAX_TOKENS, MIN_SMALL_M_TOKENS
+from penstock.kernels.launch import jit
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import dot, fp8_clamp, silu
 
@@ -51,7 +53,7 @@ def is_faster_than_cublas(num_tokens: int, weight_OI: Tensor) -> bool:
 def small_m_gemm_config(
     out_features: int, in_features: int, element_bytes: int, num_tokens: int, is_gated: bool
 ) -> SmallMGemmConfig:
-    tokens = max(16, triton.next_power_of_2(num_tokens))
+    tokens = max(16, next_power_of_2(num_tokens))
     return tuned.best(
         "small_m",
         _usual(out_features, in_features, tokens, is_gated),
@@ -105,7 +107,7 @@ def _epilogue(
     return y
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _small_m_gemm(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr,
     num_tokens, out_features, in_features, stride_x, stride_w, stride_x_scale, stride_w_scale,
@@ -196,12 +198,12 @@ def small_m_gemm(
     element_bytes = weight_OI.element_size()
     c = config or small_m_gemm_config(*weight_OI.shape, element_bytes, num_tokens, is_gated)
     block_i = c.row_bytes // element_bytes
-    block_t = max(16, triton.next_power_of_2(num_tokens))
+    block_t = max(16, next_power_of_2(num_tokens))
     stage_bytes = c.row_bytes * (c.outputs * (2 if is_gated else 1) + block_t)
     out_dtype = dtype if out_scale_1 is None else torch.float8_e4m3fn
     out_TO = torch.empty((num_tokens, out_features), dtype=out_dtype, device=x_TI.device)
     by_token, _, by_output = scale_strides(scale, weight_scale)
-    _small_m_gemm[(triton.cdiv(out_features, c.outputs),)](
+    _small_m_gemm[(cdiv(out_features, c.outputs),)](
         x_TI, weight_OI, scale, weight_scale, bias_O, out_TO, out_scale_1,
         num_tokens, out_features, in_features, x_TI.stride(0), weight_OI.stride(0),
         by_token, by_output,

@@ -20,7 +20,6 @@ expert, B blocks of pairs.
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,6 +36,7 @@ from penstock.kernels.gemm.fp4_dequantize import mxfp4_pairs, scaled_pairs
 from penstock.kernels.gemm.reduce import combine
 from penstock.kernels.gemm.split_k import choose_split_k
 from penstock.kernels.gemm.wna16_packing import TILE, WORDS, GpuPackedWeight
+from penstock.kernels.gluon_launch import jit as gluon_jit
 from penstock.kernels.gluon_tools import (
     PANEL,
     copy,
@@ -48,6 +48,7 @@ from penstock.kernels.gluon_tools import (
 )
 from penstock.kernels.moe.weights import pointer
 from penstock.kernels.pdl import launch_options
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _e4m3_pairs = gluon.jit(decode.e4m3_pairs.fn)
 _fp4_factors = gluon.jit(decode.fp4_factors.fn)
@@ -385,7 +386,7 @@ def _run(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_blocks", "num_out", "tiles_each", "band"])
+@gluon_jit(do_not_specialize=["num_tokens", "num_blocks", "num_out", "tiles_each", "band"])
 def _wna16(
     w_desc, s_desc, z_desc, x_desc, row_scales_ptr, outer_ptr, bias_ptr, out_ptr, slots_ptr,
     pairs_ptr, weights_ptr, num_tokens, num_blocks, num_out, out_features, num_tiles, tiles_each,
@@ -472,10 +473,10 @@ def multiply(
     stages = max(2, c.stages + 1 - planes)  # words of twice the size, the same occupancy
     num_groups, _, columns = weight.scales.shape[-3:]
     has_row_scales = num_groups == 1 < num_tiles and weight.zeros is None
-    num_blocks = triton.cdiv(num_tokens, rows) if slots_B is None else len(slots_B)
-    num_rows = triton.cdiv(out_features, _ROWS.value)
-    tiles_each = triton.cdiv(num_tiles, splits)
-    splits = triton.cdiv(num_tiles, tiles_each)
+    num_blocks = cdiv(num_tokens, rows) if slots_B is None else len(slots_B)
+    num_rows = cdiv(out_features, _ROWS.value)
+    tiles_each = cdiv(num_tiles, splits)
+    splits = cdiv(num_tiles, tiles_each)
     num_out = num_tokens if pairs_BM is None or weights_P is not None else pairs_BM.numel()
     dtype = x.dtype if splits == 1 else torch.float32
     out = torch.empty((splits, num_out, out_features), dtype=dtype, device=x.device)
@@ -496,7 +497,7 @@ def multiply(
         w_desc, s_desc or x_desc, z_desc or x_desc, x_desc, weight.scales,
         pointer(weight.outer_O, out), pointer(bias, out), out, pointer(slots_B, out),
         pointer(pairs_BM, out), pointer(weights_P, out), num_tokens, num_blocks, num_out,
-        out_features, num_tiles, tiles_each, num_groups, triton.cdiv(num_tiles, num_groups),
+        out_features, num_tiles, tiles_each, num_groups, cdiv(num_tiles, num_groups),
         num_blocks if slots_B is None else c.band, weight.num_slots,
         KIND=weight.kind, PLANES=planes, SCALES=0 if has_row_scales else columns,
         HAS_ZEROS=weight.zeros is not None, HAS_ROW_SCALES=has_row_scales,
@@ -519,18 +520,18 @@ def linear(
     """As `weight_only_linear`, of what `fits`."""
     num_tokens = x_TI.shape[0]
     x_TI = x_TI.contiguous() if weight.order_I is None else x_TI[:, weight.order_I]
-    rows = rows or min(max(CONFIGS), max(min(CONFIGS), triton.next_power_of_2(num_tokens)))
+    rows = rows or min(max(CONFIGS), max(min(CONFIGS), next_power_of_2(num_tokens)))
     c = config or CONFIGS[rows]
     if splits is None:
         # So there are few kernels to compile at start.
-        num_blocks = triton.next_power_of_2(triton.cdiv(num_tokens, rows))
+        num_blocks = next_power_of_2(cdiv(num_tokens, rows))
         splits = choose_splits(num_blocks, weight, c)
     parts = multiply(x_TI, weight, bias_O, num_tokens, rows, c, splits)
     return parts[0] if len(parts) == 1 else combine(parts, num_tokens, x_TI.dtype)
 
 
 def choose_splits(num_blocks: int, weight: GpuPackedWeight, c: HopperConfig) -> int:
-    num_programs = num_blocks * triton.cdiv(weight.out_features, _ROWS.value)
+    num_programs = num_blocks * cdiv(weight.out_features, _ROWS.value)
     return choose_split_k(num_programs, c.programs * num_sms(), weight.num_tiles)
 
 

@@ -36,10 +36,12 @@ from penstock.kernels.gemm.wna16_dequantize import (
 )
 from penstock.kernels.gemm.wna16_packing import TILE, GpuPackedWeight
 from penstock.kernels.hopper import HopperKernels
+from penstock.kernels.launch import jit
 from penstock.kernels.moe.weights import pointer
 from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.quantized_weight import NF4_VALUES
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _MAX_TOKENS = 256  # with dequantization in the GEMM; more dequantize first
 MAX_BLOCK_T = 64
@@ -158,7 +160,7 @@ def _fp4_scales(scales_ptr, rows, is_row):
     return tl.where(is_even, even[:, None], odd[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tiles_each"])
+@jit(do_not_specialize=["num_tokens", "tiles_each"])
 def _wna16(
     x_ptr, order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, bias_ptr, table_ptr, out_ptr,
     slots_ptr, pairs_ptr, weights_ptr, num_tokens, out_features, in_features, num_slots, stride_x,
@@ -268,7 +270,7 @@ def _wna16(
     tl.store(out_ptr + to + outputs[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _dequantize(
     order_ptr, w_ptr, scales_ptr, zeros_ptr, outer_ptr, table_ptr, out_ptr,
     out_features, in_features, tiles_per_scale,
@@ -323,10 +325,10 @@ def weight_only_config(
     """Small M is memory-bound: split-K until four programs per SM are in flight. Large M is
     bound by the tensor cores, and split-K costs a reduction."""
     num_warps, slabs = 4, 1 if num_tokens <= 32 else 2
-    num_blocks = triton.cdiv(out_features, 16 * num_warps * slabs)
+    num_blocks = cdiv(out_features, 16 * num_warps * slabs)
     programs = (4 if num_tokens <= 32 else 2) * num_sms()
     tiles = 2 if num_tokens <= 32 else 1
-    most = max(1, triton.cdiv(in_features, TILE * tiles) // 2)
+    most = max(1, cdiv(in_features, TILE * tiles) // 2)
     splits = max(1, min(programs // num_blocks, most, 16))
     usual = WeightOnlyConfig(
         num_warps, slabs, tiles, splits, num_stages=4 if num_tokens <= 32 else 3
@@ -337,7 +339,7 @@ def weight_only_config(
         outputs=out_features,
         inputs=in_features,
         bits=bits,
-        tokens=max(16, triton.next_power_of_2(num_tokens)),
+        tokens=max(16, next_power_of_2(num_tokens)),
     )
 
 
@@ -347,14 +349,14 @@ def _scales_per_tile(weight: GpuPackedWeight) -> int:
 
 
 def _tiles_per_scale(weight: GpuPackedWeight) -> int:
-    return triton.cdiv(weight.num_tiles, weight.scales.shape[-3])
+    return cdiv(weight.num_tiles, weight.scales.shape[-3])
 
 
 def dequantize_gpu(weight: GpuPackedWeight, dtype: torch.dtype) -> Tensor:
     """The dequantized matrix [O, I], its inputs in their own order."""
     device = weight.words_NOPW.device
     out_OI = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=device)
-    _dequantize[(triton.cdiv(weight.out_features, 64), weight.num_tiles)](
+    _dequantize[(cdiv(weight.out_features, 64), weight.num_tiles)](
         weight.order_I, weight.words_NOPW, weight.scales, weight.zeros, weight.outer_O,
         _table(device), out_OI, weight.out_features, weight.in_features, _tiles_per_scale(weight),
         KIND=weight.kind, PLANES=weight.words_NOPW.shape[-2], SCALES=_scales_per_tile(weight),
@@ -383,15 +385,15 @@ def multiply(
     c = config or weight_only_config(out_features, in_features, weight.bits, block_t)
     if config is None and slots_B is not None and weight.num_slots > 1:
         c = replace(c, splits=max(1, c.splits // len(slots_B)))  # slots fill the GPU, too
-    tiles_each = triton.cdiv(triton.cdiv(weight.num_tiles, c.tiles), c.splits) * c.tiles
-    num_splits = triton.cdiv(weight.num_tiles, tiles_each)
+    tiles_each = cdiv(cdiv(weight.num_tiles, c.tiles), c.splits) * c.tiles
+    num_splits = cdiv(weight.num_tiles, tiles_each)
     dtype = x.dtype if num_splits == 1 else torch.float32
     out = torch.empty((num_splits, num_tokens, out_features), dtype=dtype, device=x.device)
     blocks = "of tokens"
     if slots_B is not None:
         blocks = "of a pair" if pairs_BM is None else "of a slot"
-    num_blocks = triton.cdiv(num_tokens, block_t) if slots_B is None else len(slots_B)
-    _wna16[(triton.cdiv(out_features, 16 * c.num_warps * c.slabs), num_splits, num_blocks)](
+    num_blocks = cdiv(num_tokens, block_t) if slots_B is None else len(slots_B)
+    _wna16[(cdiv(out_features, 16 * c.num_warps * c.slabs), num_splits, num_blocks)](
         x, pointer(weight.order_I, out), weight.words_NOPW, weight.scales,
         pointer(weight.zeros, out), pointer(weight.outer_O, out), pointer(bias, out),
         _table(x.device), out, slots_B, pairs_BM, weights_P, num_tokens, out_features, in_features,
@@ -433,7 +435,7 @@ def weight_only_linear_hopper(x_TI, weight, bias_O):
 )
 def weight_only_linear_triton(x_TI, weight, bias_O, config: WeightOnlyConfig | None = None):
     num_tokens = x_TI.shape[0]
-    block_t = min(MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
+    block_t = min(MAX_BLOCK_T, max(16, next_power_of_2(num_tokens)))
     parts = multiply(x_TI, weight, bias_O, num_tokens, block_t, config)
     return parts[0] if len(parts) == 1 else combine(parts, num_tokens, x_TI.dtype)
 

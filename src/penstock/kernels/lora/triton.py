@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.device import num_sms
+from penstock.kernels.launch import jit
 from penstock.kernels.lora.reference import lora, lora_groups
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
 from penstock.kernels.triton_math import dot
 
@@ -32,7 +34,7 @@ _TILE_T, _TILE_I, _TILE_O = 64, 128, 128
 
 # Where prompts begin among the slots of a step is not aligned: one kernel for any place.
 _jit = functools.partial(
-    triton.jit, do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"]
+    jit, do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"]
 )
 
 
@@ -52,7 +54,7 @@ def _part_of(block, n0, n1, n2, n3, BLOCK: tl.constexpr):
     return part, begin + inside, tl.minimum(size - inside, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _groups(slots_ptr, groups_ptr, num_tokens, G: tl.constexpr, BLOCK: tl.constexpr):
     """groups[n] as in `lora_groups`; one program per token."""
     token = tl.program_id(0)
@@ -300,14 +302,14 @@ def _singles(x, y, a, b, ranks, slots, part_sizes, groups):
     num_tokens, (num_parts, size, in_size) = x.shape[0], a.shape[1:]
     v = torch.empty(num_tokens, num_parts, size, dtype=torch.float32, device=x.device)
     options = {"G": groups.shape[1], **launch_options(x)}
-    block_in = min(_BLOCK_A, triton.next_power_of_2(in_size))
+    block_in = min(_BLOCK_A, next_power_of_2(in_size))
     rows = min(size, _BLOCK_A // block_in)
     num_items = num_tokens * num_parts * (size // rows)
     _shrink[min(num_items, _SHRINKS * num_sms()),](
         x, a, ranks, slots, groups, v, x.stride(0), num_tokens,
         IN=in_size, P=num_parts, R=size, ROWS=rows, BLOCK_I=block_in, num_warps=8, **options,
     )  # fmt: skip
-    num_blocks = sum(triton.cdiv(width, _BLOCK_O) for width in part_sizes)
+    num_blocks = sum(cdiv(width, _BLOCK_O) for width in part_sizes)
     _expand[min(num_tokens * num_blocks, _EXPANDS * num_sms()),](
         v, b, ranks, slots, groups, y, y.stride(0), num_tokens, *_sizes(part_sizes),
         OUT=b.shape[2], P=num_parts, R=size, RANKS=_RANKS, BLOCK_O=_BLOCK_O, BLOCKS=num_blocks,
@@ -318,13 +320,13 @@ def _singles(x, y, a, b, ranks, slots, part_sizes, groups):
 def _tiles(x, y, a, b, ranks, slots, part_sizes):
     num_tokens, (num_parts, size, in_size) = x.shape[0], a.shape[1:]
     v = torch.empty(num_tokens, num_parts, size, dtype=x.dtype, device=x.device)
-    num_blocks, options = triton.cdiv(num_tokens, _TILE_T), launch_options(x)
+    num_blocks, options = cdiv(num_tokens, _TILE_T), launch_options(x)
     _shrink_tiles[num_blocks, num_parts](
         x, a, ranks, slots, v, x.stride(0), num_tokens,
         IN=in_size, P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_I=_TILE_I if size <= 64 else 64,
         ON_GPU=x.is_cuda, **options,
     )  # fmt: skip
-    num_outputs = sum(triton.cdiv(width, _TILE_O) for width in part_sizes)
+    num_outputs = sum(cdiv(width, _TILE_O) for width in part_sizes)
     _expand_tiles[num_blocks, num_outputs](
         v, b, ranks, slots, y, y.stride(0), num_tokens, *_sizes(part_sizes),
         OUT=b.shape[2], P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_O=_TILE_O,

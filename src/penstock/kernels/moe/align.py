@@ -9,18 +9,19 @@ pairs, M pairs of a block.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.launch import jit
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _MAX_ALONE = 1024  # pairs of one program; H200: 3.2 us, as two launches 5.2; 2048 pairs 5.4 and 4.9
 _CHUNKS = 128  # about as many as there are SMs
 _MIN_CHUNK, _MAX_CHUNK = 128, 1024
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+@jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _sort(
     slots_ptr, next_ptr, pairs_ptr, block_slots_ptr, num_pairs, num_blocks, S,
     M: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -61,7 +62,7 @@ def _sort(
     tl.store(block_slots_ptr + places // M, chosen, mask=is_pair & (places % M == 0))
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit(do_not_specialize=["num_pairs"])
 def _count(
     slots_ptr, counts_ptr, num_pairs, S,
     BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -76,7 +77,7 @@ def _count(
     tl.store(counts_ptr + chunk * S + slots, counts.to(tl.int16), mask=slots < S)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_chunks"])
+@jit(do_not_specialize=["num_pairs", "num_blocks", "num_chunks"])
 def _place(
     slots_ptr, counts_ptr, pairs_ptr, block_slots_ptr, num_pairs, num_blocks, num_chunks, S,
     M: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
@@ -131,7 +132,7 @@ def rows_per_block(num_pairs: int, num_slots: int, format: str) -> int:
     usual = num_pairs // num_slots
     if format == "plain" or format.startswith("fp8"):
         usual += usual // 4
-    return min(max(triton.next_power_of_2(usual), 16), most)
+    return min(max(next_power_of_2(usual), 16), most)
 
 
 def sorted_pairs(slots_TK: Tensor, num_slots: int, block: int) -> tuple[Tensor, Tensor]:
@@ -144,17 +145,17 @@ def sorted_pairs(slots_TK: Tensor, num_slots: int, block: int) -> tuple[Tensor, 
     pairs_BM = torch.empty((num_blocks, block), dtype=torch.int32, device=device)
     block_slots_B = torch.empty(num_blocks, dtype=torch.int32, device=device)
     if num_pairs <= _MAX_ALONE:
-        chunk = max(triton.next_power_of_2(num_pairs), _MIN_CHUNK)
+        chunk = max(next_power_of_2(num_pairs), _MIN_CHUNK)
         _sort[(1,)](
             slots_TK, torch.empty(num_slots, dtype=torch.int32, device=device), pairs_BM,
             block_slots_B, num_pairs, num_blocks, num_slots,
-            M=block, BLOCK_S=triton.next_power_of_2(num_slots), CHUNK=chunk,
+            M=block, BLOCK_S=next_power_of_2(num_slots), CHUNK=chunk,
             num_warps=max(4, chunk // 64), **launch_options(slots_TK),
         )  # fmt: skip
         return pairs_BM, block_slots_B
-    wanted = triton.next_power_of_2(triton.cdiv(num_pairs, _CHUNKS))
+    wanted = next_power_of_2(cdiv(num_pairs, _CHUNKS))
     chunk = min(max(wanted, _MIN_CHUNK), _MAX_CHUNK)
-    num_chunks, block_s = triton.cdiv(num_pairs, chunk), max(triton.next_power_of_2(num_slots), 32)
+    num_chunks, block_s = cdiv(num_pairs, chunk), max(next_power_of_2(num_slots), 32)
     counts_CS = torch.empty((num_chunks, num_slots), dtype=torch.int16, device=device)
     _count[(num_chunks,)](
         slots_TK, counts_CS, num_pairs, num_slots, BLOCK_S=block_s, CHUNK=chunk, num_warps=4,

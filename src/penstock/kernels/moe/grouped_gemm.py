@@ -3,7 +3,7 @@
 Small M: `moe.small_m`. More: pairs of a token and an expert are sorted by expert into blocks of one
 expert each (`align`); the number of blocks is that of the worst case, and empty ones end at once.
 Weights are the left operand, pairs the right one: an MMA takes 64 rows on the left, but as few as 8
-columns on the right. MXFP4: `mxfp4_triton`.
+columns on the right. MXFP4: `mxfp4_triton`; FP8 with block scales on Hopper: `fp8_hopper`.
 
 Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pairs, M pairs of a
 block, D hidden size, F features of an expert; N outputs of either GEMM.
@@ -12,20 +12,24 @@ block, D hidden size, F features of an expert; N outputs of either GEMM.
 import functools
 from dataclasses import dataclass
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.gemm.reduce import combine
+from penstock.kernels.hopper import HopperKernels
+from penstock.kernels.launch import jit
 from penstock.kernels.moe import mxfp4_triton  # noqa: F401  registers
 from penstock.kernels.moe.align import rows_per_block, sorted_pairs
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.small_m import bits_of, check, scale_strides, stride_of
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs, pointer
-from penstock.kernels.op import arch
+from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv
 from penstock.kernels.triton_math import dot, gate_of
+
+_HOPPER = HopperKernels("penstock.kernels.moe.fp8_hopper", "experts in FP8 are computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class GroupedConfig:
     band: int  # blocks of pairs that follow each other before the next outputs
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "stride_x_scale_g"])
+@jit(do_not_specialize=["num_pairs", "num_blocks", "stride_x_scale_g"])
 def _grouped(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, weights_ptr, y_ptr, pairs_ptr,
     block_slots_ptr, stride_x, stride_x_scale_t, stride_x_scale_g, stride_w, stride_w_scale,
@@ -143,6 +147,26 @@ def grouped_config(
     )
 
 
+def _fits_hopper(
+    x_TD, slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate
+) -> bool:
+    has_bias = gate_up_bias_S2F is not None or down_bias_SD is not None
+    kernels = None if has_bias else _HOPPER.module(x_TD)
+    return kernels is not None and kernels.fits(x_TD, slots_TK, gate_up, down)
+
+
+@experts.impl("hopper fp8 blocks", needs=hopper(), fits=_fits_hopper)
+def experts_fp8_on_hopper(
+    x_TD, slots_TK, weights_TK, gate_up, down, gate_up_bias_S2F, down_bias_SD, gate
+):
+    check(x_TD, slots_TK, weights_TK, gate_up.values, down.values, gate_up.scale, down.scale)
+    y_TD = _HOPPER.result("experts", x_TD, slots_TK, weights_TK, gate_up, down, gate)
+    if y_TD is None:
+        biases = gate_up_bias_S2F, down_bias_SD
+        return experts_grouped(x_TD, slots_TK, weights_TK, gate_up, down, *biases, gate)
+    return y_TD
+
+
 @experts.impl(
     "triton grouped",
     needs=arch(80),
@@ -181,7 +205,7 @@ def experts_grouped(
             )
         )
         out_features, num_blocks = out.shape[1], len(block_slots_B)
-        _grouped[(triton.cdiv(out_features, c.outputs) * num_blocks,)](
+        _grouped[(cdiv(out_features, c.outputs) * num_blocks,)](
             values, pointer(scale, values), weights.values, pointer(weights.scale, values), bias,
             weights_TK, out, pairs_BM, block_slots_B, values.stride(0), *scale_strides(scale),
             weights.values.stride(0), stride_of(weights.scale), num_pairs, num_blocks, num_slots,

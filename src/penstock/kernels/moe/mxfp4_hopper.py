@@ -16,7 +16,6 @@ block, D inputs, N outputs.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.kernels.gemm.fp4_dequantize import factors_of, mxfp4_pairs, scaled_pairs
 from penstock.kernels.gemm.reduce import combine
+from penstock.kernels.gluon_launch import jit as gluon_jit
 from penstock.kernels.gluon_tools import (
     PANEL,
     copy,
@@ -39,10 +39,12 @@ from penstock.kernels.gluon_tools import (
     slab_of_pairs,
     view,
 )
+from penstock.kernels.launch import jit
 from penstock.kernels.moe.align import rows_per_block, sorted_pairs
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.weights import TILE, ExpertWeights
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import gate_of
 
 _gate_of = gluon.jit(gate_of.fn)
@@ -188,7 +190,7 @@ def _load(
         copy_panels(x_desc, x_panels, full, stage, x_row, j)
 
 
-@gluon.jit(do_not_specialize=["num_pairs", "num_blocks"])
+@gluon_jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _mxfp4(
     w_desc, p_desc, x_desc, bias_ptr, weights_ptr, y_ptr, slots_ptr, pairs_ptr, num_pairs,
     num_blocks, S, N, num_rows, num_tiles, alpha, shift, limit,
@@ -239,7 +241,7 @@ def _mxfp4(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@jit(do_not_specialize=["num_pairs"])
 def _gather(
     x_ptr, pairs_ptr, y_ptr, num_pairs, stride_x, D,
     K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -261,7 +263,7 @@ def in_order_of_blocks(x_TD: Tensor, pairs_BM: Tensor, num_pairs: int) -> Tensor
     out = torch.empty((pairs_BM.numel(), size), dtype=x_TD.dtype, device=x_TD.device)
     _gather[(pairs_BM.numel(),)](
         x_TD, pairs_BM, out, num_pairs, x_TD.stride(0), size, K=num_pairs // num_tokens,
-        BLOCK=triton.next_power_of_2(size), num_warps=4, **launch_options(x_TD),
+        BLOCK=next_power_of_2(size), num_warps=4, **launch_options(x_TD),
     )  # fmt: skip
     return out
 
@@ -292,7 +294,7 @@ def _multiply(
     x_shape, x_box = (x.shape[0], x.shape[1]), (rows, PANEL.value)
     x_desc = descriptor(x, x_shape, x_box, gl.NVMMASharedLayout(128, 16))
     alpha, shift, limit = (gate.alpha, gate.shift, gate.limit) if gate else (0.0, 0.0, 0.0)
-    _mxfp4[(triton.cdiv(out_features, 2 * half if gate is None else half) * num_blocks,)](
+    _mxfp4[(cdiv(out_features, 2 * half if gate is None else half) * num_blocks,)](
         w_desc, p_desc, x_desc, weights_TK if bias_SN is None else bias_SN, weights_TK, out,
         slots_B, pairs_BM, num_pairs, num_blocks, num_slots, out_features, num_rows, num_tiles,
         alpha, shift, limit,

@@ -27,12 +27,14 @@ from penstock.kernels.gemm.fp4_dequantize import (
 )
 from penstock.kernels.gemm.reduce import combine
 from penstock.kernels.hopper import HopperKernels
+from penstock.kernels.launch import jit
 from penstock.kernels.moe.align import rows_per_block, sorted_pairs
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.weights import ExpertWeights
 from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv
 from penstock.kernels.triton_math import gate_of
 
 _MAX_UNSORTED = 4  # tokens; so few seldom share an expert
@@ -92,7 +94,7 @@ def _prefetch(w_ptr, first_tile, end_tile, first_row, num_rows, ROWS: tl.constex
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+@jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _mxfp4(
     x_ptr, w_ptr, powers_ptr, bias_ptr, weights_ptr, y_ptr, slots_ptr, pairs_ptr, stride_x,
     stride_w, stride_powers, num_pairs, num_blocks, S, N, in_features, inputs_each,
@@ -226,14 +228,14 @@ def _multiply(
     num_pairs, is_gated = weights_TK.numel(), gate is not None
     out_features = weights.out_features // (2 if is_gated else 1)
     outputs_each = (8 if is_gated else 16) * c.num_warps * c.slabs
-    tiles_each = triton.cdiv(triton.cdiv(weights.in_features, 128 * c.tiles), c.splits) * c.tiles
-    num_splits = triton.cdiv(weights.in_features, 128 * tiles_each)
+    tiles_each = cdiv(cdiv(weights.in_features, 128 * c.tiles), c.splits) * c.tiles
+    num_splits = cdiv(weights.in_features, 128 * tiles_each)
     assert num_splits == 1 or gate is None, c
     dtype = x.dtype if num_splits == 1 else torch.float32
     out = torch.empty((num_splits, num_pairs, out_features), dtype=dtype, device=x.device)
     alpha, shift, limit = (gate.alpha, gate.shift, gate.limit) if gate else (0.0, 0.0, 0.0)
     num_blocks = slots_B.shape[0]
-    _mxfp4[(triton.cdiv(out_features, outputs_each) * num_blocks, num_splits)](
+    _mxfp4[(cdiv(out_features, outputs_each) * num_blocks, num_splits)](
         x, weights.values, weights.scale, bias_SN, weights_TK, out, slots_B,
         slots_B if pairs_BM is None else pairs_BM,
         x.stride(0), weights.values.stride(0), weights.scale.stride(0), num_pairs, num_blocks,

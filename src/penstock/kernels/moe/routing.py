@@ -6,13 +6,14 @@ Legend: T tokens, D hidden size, E experts, S slots, K experts of a token, G gro
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
 from penstock.kernels.gemm.gemv import GemvConfig, gemv
+from penstock.kernels.launch import jit
 from penstock.kernels.moe.reference import route, router_logits
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import dot, sigmoid
 
 _MAX_GEMV_TOKENS = 4
@@ -36,12 +37,12 @@ class LogitsConfig:
 )
 def router_logits_gemv(x_TD, weight_ED, bias_E):
     """An expert for each program, all of its weights in flight before x is there (PDL)."""
-    block = min(triton.next_power_of_2(x_TD.shape[1]), 4096)
+    block = min(next_power_of_2(x_TD.shape[1]), 4096)
     config = GemvConfig(rows=1, block=block, num_warps=8)
     return gemv(x_TD, None, weight_ED, None, bias_E, torch.float32, config=config)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _logits(
     x_ptr, w_ptr, bias_ptr, out_ptr, num_tokens, stride_x, stride_w,
     D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -69,7 +70,7 @@ def _logits(
     tl.store(out_ptr, acc, mask=is_token & is_expert)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _logits_sliced_k(
     x_ptr, w_ptr, bias_ptr, out_ptr, num_tokens, stride_x, stride_w,
     D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -103,7 +104,7 @@ def _logits_sliced_k(
 
 def logits_config(num_tokens: int, num_experts: int) -> LogitsConfig:
     """The weights are small and lie in the cache: the more programs read them, the better."""
-    num_small = triton.cdiv(num_tokens, 16) * triton.cdiv(num_experts, 16)
+    num_small = cdiv(num_tokens, 16) * cdiv(num_experts, 16)
     if num_small <= _MAX_SMALL_TILES:
         return LogitsConfig(tokens=16, experts=16, parts=4, depth=64, num_warps=4, num_stages=6)
     return LogitsConfig(tokens=64, experts=64, parts=1, depth=128, num_warps=4, num_stages=3)
@@ -123,7 +124,7 @@ def router_logits_gemm(x_TD, weight_ED, bias_E, config: LogitsConfig | None = No
     c = config or logits_config(num_tokens, num_experts)
     out_TE = x_TD.new_empty((num_tokens, num_experts), dtype=torch.float32)
     kernel, parts = (_logits, {}) if c.parts == 1 else (_logits_sliced_k, {"PARTS": c.parts})
-    kernel[(triton.cdiv(num_experts, c.experts), triton.cdiv(num_tokens, c.tokens))](
+    kernel[(cdiv(num_experts, c.experts), cdiv(num_tokens, c.tokens))](
         x_TD, weight_ED, bias_E, out_TE, num_tokens, x_TD.stride(0), weight_ED.stride(0),
         D=size, E=num_experts, BLOCK_T=c.tokens, BLOCK_E=c.experts, BLOCK_D=c.depth, **parts,
         HAS_BIAS=bias_E is not None, ON_GPU=x_TD.is_cuda, num_warps=c.num_warps,
@@ -132,7 +133,7 @@ def router_logits_gemm(x_TD, weight_ED, bias_E, config: LogitsConfig | None = No
     return out_TE
 
 
-@triton.jit
+@jit
 def _route(
     logits_ptr, correction_ptr, slot_of_ptr, load_ptr, slots_ptr, weights_ptr, stride_t, scale,
     E: tl.constexpr, K: tl.constexpr, G: tl.constexpr, ACTIVE_GROUPS: tl.constexpr,
@@ -216,9 +217,9 @@ def route_triton(logits_TE, routing, correction_E, slot_of_E, load_S):
             logits_TE, correction_E, slot_of_E, load_S, slots_TK, weights_TK, logits_TE.stride(0),
             routing.scale, E=num_experts, K=routing.num_active, G=routing.num_groups,
             ACTIVE_GROUPS=routing.num_active_groups,
-            BLOCK_K=triton.next_power_of_2(routing.num_active),
-            BLOCK_G=triton.next_power_of_2(routing.num_groups),
-            BLOCK_E=triton.next_power_of_2(num_experts // routing.num_groups),
+            BLOCK_K=next_power_of_2(routing.num_active),
+            BLOCK_G=next_power_of_2(routing.num_groups),
+            BLOCK_E=next_power_of_2(num_experts // routing.num_groups),
             BEST_TWO=routing.num_best == 2 and num_experts > routing.num_groups,
             IS_SIGMOID=routing.score == "sigmoid", HAS_CORRECTION=correction_E is not None,
             RENORMALIZE=routing.renormalize, num_warps=1, **launch_options(logits_TE),

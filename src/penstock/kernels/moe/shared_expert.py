@@ -3,18 +3,19 @@
 Legend: T tokens, D hidden size.
 """
 
-import triton
 import triton.language as tl
 
+from penstock.kernels.launch import jit
 from penstock.kernels.moe.reference import add_shared
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import sigmoid
 
 _BLOCK = 1024  # channels of a program
 
 
-@triton.jit
+@jit
 def _add_shared(
     y_ptr, shared_ptr, x_ptr, gate_ptr, out_ptr, stride_y, stride_shared, stride_x,
     D: tl.constexpr, BLOCK: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
@@ -47,8 +48,8 @@ def add_shared_triton(y_TD, shared_TD, x_TD, gate_1D):
     assert gate_1D is None or gate_1D.is_contiguous()
     num_tokens, size = y_TD.shape
     out_TD = y_TD.new_empty((num_tokens, size))
-    block = min(_BLOCK, triton.next_power_of_2(size))
-    _add_shared[(num_tokens, triton.cdiv(size, block))](
+    block = min(_BLOCK, next_power_of_2(size))
+    _add_shared[(num_tokens, cdiv(size, block))](
         y_TD, shared_TD, x_TD, gate_1D, out_TD,
         y_TD.stride(0), shared_TD.stride(0), x_TD.stride(0),
         D=size, BLOCK=block, HAS_GATE=gate_1D is not None, num_warps=4, **launch_options(y_TD),

@@ -17,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tuned
+from penstock.kernels.launch import jit
 from penstock.kernels.moe.reference import experts
 from penstock.kernels.moe.weights import ExpertWeights, as_inputs, pointer
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import gate_of
 
 MAX_SMALL_M = 4  # tokens; more are faster on tensor cores
@@ -79,7 +81,7 @@ def _gemv_rows(
     return y
 
 
-@triton.jit
+@jit
 def _gate_up_small_m(
     x_ptr, x_scale_ptr, slots_ptr, w_ptr, w_scale_ptr, bias_ptr, h_ptr,
     stride_x, stride_x_scale_t, stride_x_scale_g, stride_w, stride_w_scale, S, F, alpha, shift,
@@ -116,7 +118,7 @@ def _gate_up_small_m(
     tl.store(h_ptr + pair * F + features, h.to(h_ptr.dtype.element_ty), mask=is_feature)
 
 
-@triton.jit
+@jit
 def _down_small_m(
     h_ptr, h_scale_ptr, slots_ptr, weights_ptr, w_ptr, w_scale_ptr, bias_ptr, y_ptr,
     stride_h_scale_t, stride_h_scale_g, stride_w, stride_w_scale, S, D,
@@ -211,7 +213,7 @@ def experts_small_m(
     check(x_TD, slots_TK, weights_TK, gate_up.values, down.values, gate_up_bias_S2F, down_bias_SD)
     num_tokens, num_active = slots_TK.shape
     size, intermediate_size = gate_up.in_features, down.in_features
-    block_k = triton.next_power_of_2(num_active)
+    block_k = next_power_of_2(num_active)
     up_config, down_config = configs or (
         small_m_config(w.out_features, w.in_features, bits_of(w), num_matrices)
         for w, num_matrices in ((gate_up, 2), (down, block_k))
@@ -219,7 +221,7 @@ def experts_small_m(
     options: dict[str, Any] = {"K": num_active, **launch_options(x_TD)}
     x, x_scale = as_inputs(x_TD, gate_up.inputs)
     h_PF = x_TD.new_empty((num_tokens * num_active, intermediate_size))
-    _gate_up_small_m[(len(h_PF), triton.cdiv(intermediate_size, up_config.rows))](
+    _gate_up_small_m[(len(h_PF), cdiv(intermediate_size, up_config.rows))](
         x, pointer(x_scale, x), slots_TK, gate_up.values, pointer(gate_up.scale, x),
         gate_up_bias_S2F, h_PF,
         x.stride(0), *scale_strides(x_scale), gate_up.values.stride(0), stride_of(gate_up.scale),
@@ -230,7 +232,7 @@ def experts_small_m(
     )  # fmt: skip
     h, h_scale = as_inputs(h_PF, down.inputs)
     y_TD = x_TD.new_empty((num_tokens, size))
-    _down_small_m[(num_tokens, triton.cdiv(size, down_config.rows))](
+    _down_small_m[(num_tokens, cdiv(size, down_config.rows))](
         h, pointer(h_scale, h), slots_TK, weights_TK, down.values, pointer(down.scale, h),
         down_bias_SD, y_TD,
         *scale_strides(h_scale), down.values.stride(0), stride_of(down.scale), down.num_slots, size,

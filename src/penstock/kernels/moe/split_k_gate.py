@@ -5,18 +5,19 @@ then the up projection's.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.launch import jit
 from penstock.kernels.moe.gate import Gate
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import gate_of
 
 _BLOCK = 512
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_pairs"])
+@jit(do_not_specialize=["num_rows", "num_pairs"])
 def _gated_partials(
     parts_ptr, pairs_ptr, h_ptr, num_rows, num_pairs, F, alpha, shift, limit,
     N: tl.constexpr, BLOCK: tl.constexpr, HAS_PAIRS: tl.constexpr, PDL: tl.constexpr,
@@ -51,8 +52,8 @@ def gated_partials(
     """[P, F]; with `pairs_BM` only of places that have one of `num_pairs`."""
     num_parts, num_rows, size = parts_NP2F.shape
     h_PF = torch.empty((num_rows, size // 2), dtype=dtype, device=parts_NP2F.device)
-    block = min(_BLOCK, triton.next_power_of_2(size // 2))
-    _gated_partials[(num_rows, triton.cdiv(size // 2, block))](
+    block = min(_BLOCK, next_power_of_2(size // 2))
+    _gated_partials[(num_rows, cdiv(size // 2, block))](
         parts_NP2F, h_PF if pairs_BM is None else pairs_BM, h_PF, num_rows, num_pairs, size // 2,
         gate.alpha, gate.shift, gate.limit, N=num_parts, BLOCK=block,
         HAS_PAIRS=pairs_BM is not None, num_warps=4, **launch_options(parts_NP2F),

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from penstock.kernels.formats import Fp8Groups, Fp8Rows
@@ -22,6 +21,7 @@ from penstock.kernels.moe.grouped_gemm import GroupedConfig, experts_grouped, gr
 from penstock.kernels.moe.mxfp4_triton import Mxfp4Config, experts_mxfp4, mxfp4_config
 from penstock.kernels.moe.small_m import MAX_SMALL_M, SmallMConfig, experts_small_m, small_m_config
 from penstock.kernels.moe.weights import ExpertWeights, pack_mxfp4, plain_weights
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 ExpertsConfig = SmallMConfig | GroupedConfig | Mxfp4Config
 Format = Literal["plain", "fp8 outputs", "fp8 blocks", "mxfp4"]
@@ -111,7 +111,7 @@ def now_used(one: ExpertGemm) -> ExpertsConfig:
     bits = dict(one.dims).get("bits", 4)
     match one.op:
         case "experts small_m":
-            num_matrices = 2 if one.is_gated else triton.next_power_of_2(one.layer.num_active)
+            num_matrices = 2 if one.is_gated else next_power_of_2(one.layer.num_active)
             return small_m_config(*sizes, bits, num_matrices)
         case "experts grouped":
             return grouped_config(*sizes, bits, one.rows, one.is_gated)
@@ -197,6 +197,6 @@ def _random(
     if format == "fp8 outputs":
         scale = torch.full(shape[:2], spread / 64, device=device)
         return ExpertWeights(values, in_features, scale, Fp8Rows())
-    blocks = (num_slots, triton.cdiv(out_features, 128), triton.cdiv(in_features, 128))
+    blocks = (num_slots, cdiv(out_features, 128), cdiv(in_features, 128))
     scale = torch.full(blocks, spread / 64, device=device)
     return ExpertWeights(values, in_features, scale, Fp8Groups(128))

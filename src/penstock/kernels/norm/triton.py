@@ -4,20 +4,21 @@ Legend: T tokens, N heads of a token (1 for a plain [T, D]), D the normed dimens
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.carveout import between_gemms, set_carveout
+from penstock.kernels.launch import jit
 from penstock.kernels.norm.reference import add_rms_norm, rms_norm
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _MAX_D = 16384  # one program holds a whole row in registers
 _TILE = 2048  # elements a program should at least have, so that head norms take many rows at once
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr, weight_ptr, out_ptr, num_rows, stride_t, stride_n, eps,
     N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
@@ -37,7 +38,7 @@ def _rms_norm(
     tl.store(out_ptr + rows.to(tl.int64) * D + cols, out, mask=inside)
 
 
-@triton.jit
+@jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_x, stride_residual, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -77,9 +78,9 @@ def rms_norm_triton(x_TD, weight_D, eps):
     num_rows = x_TD.shape[0] * num_heads
     if num_rows == 0:
         return out_TD
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = max(1, _TILE // block) if num_rows > 64 else 1
-    kernel = _rms_norm[(triton.cdiv(num_rows, rows),)](
+    kernel = _rms_norm[(cdiv(num_rows, rows),)](
         x_TD, weight_D, out_TD, num_rows, x_TD.stride(0), stride_n, eps,
         N=num_heads, D=size, BLOCK_D=block, ROWS=rows, num_warps=_num_warps(block * rows),
         **launch_options(x_TD),
@@ -99,7 +100,7 @@ def add_rms_norm_triton(x_TD, residual_TD, weight_D, eps):
     out_TD = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)
     sum_TD = torch.empty_like(out_TD)
     if num_rows:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         kernel = _add_rms_norm[(num_rows,)](
             x_TD, residual_TD, weight_D, out_TD, sum_TD, x_TD.stride(0), residual_TD.stride(0), eps,
             D=size, BLOCK_D=block, num_warps=_num_warps(block), **launch_options(x_TD),

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.quantize.block_scaled import (
@@ -15,12 +16,13 @@ from penstock.kernels.quantize.block_scaled import (
     quantize_nvfp4,
 )
 from penstock.kernels.quantized_weight import FP4_GROUP
+from penstock.kernels.sizes import cdiv
 from penstock.kernels.triton_math import fp8_clamp
 
 _COLUMNS = 1024  # of one program
 
 
-@triton.jit
+@jit
 def _mxfp8(
     x_ptr, out_ptr, powers_ptr, stride_t, SIZE,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -70,7 +72,7 @@ def _e4m3(x):
     return code, value
 
 
-@triton.jit
+@jit
 def _nvfp4(
     x_ptr, scale_ptr, out_ptr, scales_ptr, stride_t, SIZE,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -107,7 +109,7 @@ def quantize_mxfp8_triton(x_TD):
     out_TD = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x_TD.device)
     shape = (num_rows, size // MXFP8_GROUP)
     powers_TG = torch.empty(shape, dtype=torch.uint8, device=x_TD.device)
-    _mxfp8[(num_rows, triton.cdiv(size, _COLUMNS))](
+    _mxfp8[(num_rows, cdiv(size, _COLUMNS))](
         x_TD, out_TD, powers_TG, x_TD.stride(0), size, GROUP=MXFP8_GROUP, BLOCK=_COLUMNS,
         num_warps=4, **launch_options(x_TD),
     )  # fmt: skip
@@ -120,7 +122,7 @@ def quantize_nvfp4_triton(x_TD, scale_1):
     assert x_TD.stride(1) == 1 and size % FP4_GROUP == 0, (x_TD.stride(), size)
     codes_TB = torch.empty((num_rows, size // 2), dtype=torch.uint8, device=x_TD.device)
     scales_TG = torch.empty((num_rows, size // FP4_GROUP), dtype=torch.uint8, device=x_TD.device)
-    _nvfp4[(num_rows, triton.cdiv(size, _COLUMNS))](
+    _nvfp4[(num_rows, cdiv(size, _COLUMNS))](
         x_TD, scale_1, codes_TB, scales_TG, x_TD.stride(0), size, GROUP=FP4_GROUP,
         BLOCK=_COLUMNS, num_warps=4, **launch_options(x_TD),
     )  # fmt: skip

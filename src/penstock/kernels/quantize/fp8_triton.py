@@ -9,9 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.carveout import between_gemms, set_carveout
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.quantize.reference import quantize_fp8, rms_norm_fp8, silu_mul_fp8
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import fp8_scale, silu, to_fp8
 
 _FP8 = torch.float8_e4m3fn
@@ -21,7 +23,9 @@ _ROW_COLUMNS = 4096  # of one pass where a program goes over its row
 
 
 @triton.jit
-def _in_groups(x, scales_ptr, num_rows, row, first, num_groups, N: tl.constexpr, G: tl.constexpr):
+def quantize_groups(
+    x, scales_ptr, num_rows, row, first, num_groups, N: tl.constexpr, G: tl.constexpr
+):
     """N groups of G values: their scales stored behind `first`, and the values rounded."""
     x = tl.reshape(x, (N, G))
     scale = fp8_scale(tl.max(tl.abs(x), axis=1))
@@ -40,7 +44,7 @@ def _load(x_ptr, cols, inside, SIZE, GATED: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _quantize(
     x_ptr, out_ptr, scales_ptr, num_rows, stride_t, SIZE,
     GATED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -57,11 +61,13 @@ def _quantize(
         out = to_fp8(x, tl.load(scales_ptr))
     else:
         first = tl.program_id(1) * (BLOCK // GROUP)
-        out = _in_groups(x, scales_ptr, num_rows, row, first, SIZE // GROUP, BLOCK // GROUP, GROUP)
+        out = quantize_groups(
+            x, scales_ptr, num_rows, row, first, SIZE // GROUP, BLOCK // GROUP, GROUP
+        )
     tl.store(out_ptr + row * SIZE + cols, out, mask=inside)
 
 
-@triton.jit
+@jit
 def _quantize_rows(
     x_ptr, out_ptr, scales_ptr, stride_t, SIZE,
     GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -83,7 +89,7 @@ def _quantize_rows(
         tl.store(out_ptr + row * SIZE + cols, to_fp8(x, scale), mask=cols < SIZE)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scales_ptr, sum_ptr, num_rows,
     stride_x, stride_residual, eps,
@@ -113,7 +119,9 @@ def _rms_norm(
         tl.store(scales_ptr + row, scale)
         out = to_fp8(normed, scale)
     else:
-        out = _in_groups(normed, scales_ptr, num_rows, row, 0, D // GROUP, BLOCK // GROUP, GROUP)
+        out = quantize_groups(
+            normed, scales_ptr, num_rows, row, 0, D // GROUP, BLOCK // GROUP, GROUP
+        )
     tl.store(out_ptr + row * D + cols, out, mask=inside)
 
 
@@ -141,13 +149,13 @@ def _quantized(
     if num_rows == 0:
         return out, scales
     if scale_1 is None and group == 0:
-        block = min(triton.next_power_of_2(size), _ROW_COLUMNS)
+        block = min(next_power_of_2(size), _ROW_COLUMNS)
         kernel = _quantize_rows[(num_rows,)](
             x, out, scales, x.stride(0), size,
             GATED=gated, BLOCK=block, num_warps=_num_warps(block), **launch_options(x),
         )  # fmt: skip
     else:
-        kernel = _quantize[(num_rows, triton.cdiv(size, _COLUMNS))](
+        kernel = _quantize[(num_rows, cdiv(size, _COLUMNS))](
             x, out, scales, num_rows, x.stride(0), size,
             GATED=gated, GROUP=0 if scale_1 is not None else group, BLOCK=_COLUMNS, num_warps=4,
             **launch_options(x),
@@ -194,7 +202,7 @@ def rms_norm_fp8_triton(x_TD, residual_TD, weight_D, eps, scale_1, group):
     if residual_TD is not None:
         sum_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if num_rows:
-        block = max(triton.next_power_of_2(size), group)
+        block = max(next_power_of_2(size), group)
         kernel = _rms_norm[(num_rows,)](
             x_TD, residual_TD, weight_D, out_TD, scales, sum_TD, num_rows,
             x_TD.stride(0), 0 if residual_TD is None else residual_TD.stride(0), eps,

@@ -4,18 +4,19 @@ Legend: T tokens, D channels.
 """
 
 import torch
-import triton
 import triton.language as tl
 
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.quantize.reference import quantize_int8
+from penstock.kernels.sizes import next_power_of_2
 from penstock.kernels.triton_math import round_to_even
 
 _COLUMNS = 4096  # of a row in one pass
 
 
-@triton.jit
+@jit
 def _quantize(
     x_ptr, out_ptr, scale_ptr, stride_t, SIZE,
     IS_STATIC: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -52,7 +53,7 @@ def quantize_int8_triton(x_TD, scale_1):
     if scale is None:
         scale = torch.empty((num_rows, 1), dtype=torch.float32, device=x_TD.device)
     if num_rows:
-        block = min(triton.next_power_of_2(size), _COLUMNS)
+        block = min(next_power_of_2(size), _COLUMNS)
         _quantize[(num_rows,)](
             x_TD, out_TD, scale, x_TD.stride(0), size, IS_STATIC=scale_1 is not None, BLOCK=block,
             num_warps=max(1, min(16, block // 512)), **launch_options(x_TD),

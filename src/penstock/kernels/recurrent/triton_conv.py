@@ -6,13 +6,14 @@ Legend: T tokens, N entries, S slots, C channels, X columns of the input, W taps
 import math
 
 import torch
-import triton
 import triton.language as tl
 
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.recurrent.reference import causal_conv
 from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles, tile_of
+from penstock.kernels.sizes import cdiv
 from penstock.kernels.triton_math import silu
 
 # An H200, 1024 tokens of 8192 channels: 16 us. More of either in a program took 19 to 24.
@@ -22,7 +23,7 @@ _VECTOR = 16  # columns whose neighborhood a program makes use of
 _BLOCK_C_DECODE = 256
 
 
-@triton.jit(do_not_specialize=["first_entry", "num_entries"])
+@jit(do_not_specialize=["first_entry", "num_entries"])
 def _causal_conv(
     x_ptr, columns_ptr, weight_ptr, state_ptr, slots_ptr, has_state_ptr, starts_ptr, y_ptr,
     first_entry, num_entries, stride_x,
@@ -94,7 +95,7 @@ def causal_conv_triton(
     y_TC = torch.empty((num_tokens, num_channels), dtype=x_TX.dtype, device=x_TX.device)
 
     def launch(first_entry: int, num_entries: int, num_tiles: int, tile: int, block: int) -> None:
-        _causal_conv[(num_tiles, triton.cdiv(num_channels, block))](
+        _causal_conv[(num_tiles, cdiv(num_channels, block))](
             x_TX, columns_C, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, y_TC,
             first_entry, num_entries, x_TX.stride(0), C=num_channels, W=width,
             RUN=math.gcd(run, _VECTOR), TILE=tile, BLOCK_C=block,

@@ -14,10 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.recurrent.reference import UNIT_EPS, gated_delta
 from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles, tile_of
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import dot
 
 _CHUNK = 64
@@ -31,7 +33,7 @@ _PRECISION = tl.constexpr("tf32x3")
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
 
 
-@triton.jit
+@jit
 def _step(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, slots_ptr, has_state_ptr, out_ptr,
     stride_q, stride_k, stride_v, scale,
@@ -156,7 +158,7 @@ def _store_pair(to_ptr, x, mask, dtype: tl.constexpr, L: tl.constexpr, ON_GPU: t
     tl.store(to_ptr, x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_entry", "num_entries"])
+@jit(do_not_specialize=["first_entry", "num_entries"])
 def _solve_chunks(
     q_ptr, k_ptr, g_ptr, beta_ptr, starts_ptr, pairs_ptr, factors_ptr,
     first_entry, num_entries, stride_q, stride_k, scale,
@@ -212,7 +214,7 @@ def _solve_chunks(
     _store_pair(to, solve * beta[None, :], mask, dtype, L, ON_GPU)
 
 
-@triton.jit(do_not_specialize=["first_entry"])
+@jit(do_not_specialize=["first_entry"])
 def _walk_chunks(
     q_ptr, k_ptr, v_ptr, pairs_ptr, factors_ptr, state_ptr, slots_ptr, has_state_ptr,
     starts_ptr, out_ptr, first_entry, stride_q, stride_k, stride_v,
@@ -309,10 +311,10 @@ def gated_delta_triton(
     out_TVD = torch.empty(v_TVD.shape, dtype=v_TVD.dtype, device=v_TVD.device)
     scale, group = key_size**-0.5, num_value_heads // num_heads
     strides = (q_THK.stride(0), k_THK.stride(0), v_TVD.stride(0))
-    block_k = max(16, triton.next_power_of_2(key_size))
+    block_k = max(16, next_power_of_2(key_size))
     if block_k == _CHUNK:
         block_k *= 2  # Triton 3.6 gets MMAs of square tiles of this size wrong on an H200
-    blocks_d, options = triton.cdiv(value_size, _BLOCK_D_STEP), launch_options(q_THK)
+    blocks_d, options = cdiv(value_size, _BLOCK_D_STEP), launch_options(q_THK)
     on_gpu = q_THK.is_cuda
     if num_decodes:
         _step[(blocks_d, num_value_heads, num_decodes)](
@@ -334,7 +336,7 @@ def gated_delta_triton(
         K=key_size, BLOCK_K=block_k, L=_CHUNK, BLOCK_N=block_of_entries(num_longer), ON_GPU=on_gpu,
         num_warps=4, **options,
     )  # fmt: skip
-    blocks_d = triton.cdiv(value_size, _BLOCK_D_WALK)
+    blocks_d = cdiv(value_size, _BLOCK_D_WALK)
     _walk_chunks[(blocks_d, num_value_heads, num_longer)](
         q_THK, k_THK, v_TVD, pairs, factors, state_SVKD, slots_N, has_state_N,
         query_starts_N1, out_TVD, num_decodes, *strides, V=num_value_heads, R=group,

@@ -4,19 +4,20 @@ Legend: T tokens, H key heads, V value heads, R = V / H, D value size, E = R * D
 """
 
 import torch
-import triton
 import triton.language as tl
 
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.recurrent.reference import delta_gates, rms_norm_gated
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import sigmoid, silu
 
 _BLOCK = 256
 _TILE = 2048  # elements of a program of the norm
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@jit(do_not_specialize=["num_elements"])
 def _delta_gates(
     ba_ptr, rate_log_ptr, bias_ptr, g_ptr, beta_ptr, num_elements, stride_t,
     V: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -40,7 +41,7 @@ def _delta_gates(
     tl.store(beta_ptr + at, sigmoid(b), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _rms_norm_gated(
     x_ptr, z_ptr, weight_ptr, out_ptr, num_rows, stride_zt, stride_zh, eps,
     V: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
@@ -70,7 +71,7 @@ def delta_gates_triton(ba_THG, rate_log_V, bias_V):
     both = torch.empty((2, num_tokens, num_heads), dtype=torch.float32, device=ba_THG.device)
     g_TV, beta_TV = both.unbind()
     if num_elements := g_TV.numel():
-        _delta_gates[(triton.cdiv(num_elements, _BLOCK),)](
+        _delta_gates[(cdiv(num_elements, _BLOCK),)](
             ba_THG, rate_log_V, bias_V, g_TV, beta_TV, num_elements, ba_THG.stride(0),
             V=num_heads, R=width // 2, BLOCK=_BLOCK, num_warps=2, **launch_options(ba_THG),
         )  # fmt: skip
@@ -83,9 +84,9 @@ def rms_norm_gated_triton(x_TVD, z_THE, weight_D, eps):
     num_tokens, num_heads, size = x_TVD.shape
     out_TVD = torch.empty_like(x_TVD)
     if num_rows := num_tokens * num_heads:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         rows = max(1, _TILE // block)
-        _rms_norm_gated[(triton.cdiv(num_rows, rows),)](
+        _rms_norm_gated[(cdiv(num_rows, rows),)](
             x_TVD, z_THE, weight_D, out_TVD, num_rows, z_THE.stride(0), z_THE.stride(1), eps,
             V=num_heads, R=num_heads // z_THE.shape[1], D=size, BLOCK_D=block, ROWS=rows,
             num_warps=4, **launch_options(x_TVD),

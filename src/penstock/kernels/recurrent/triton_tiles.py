@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from penstock.kernels.sizes import next_power_of_2
+
 _SMALL_BATCH, _LARGE_BATCH = 64, 1024
 
 
@@ -26,7 +28,7 @@ def block_of_entries(num_entries: int) -> int:
     """`tile_of`'s BLOCK_N, of few sizes: each is a kernel to compile."""
     if num_entries <= _SMALL_BATCH:
         return _SMALL_BATCH
-    return max(_LARGE_BATCH, triton.next_power_of_2(num_entries))
+    return max(_LARGE_BATCH, next_power_of_2(num_entries))
 
 
 def max_tiles(num_tokens: int, num_entries: int, tile: int) -> int:

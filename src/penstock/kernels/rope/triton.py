@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.carveout import between_gemms, set_carveout
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.rope.reference import rope_kv_write
+from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import fp8_clamp, round_to_even
 
 _HEADS = 8  # of a program, at small batches
@@ -55,7 +57,7 @@ def _to_int8(x):
     return round_to_even(tl.div_rn(x, tl.zeros_like(x) + scale)), scale
 
 
-@triton.jit
+@jit
 def _rope_kv_write(
     qkv_ptr, q_weight_ptr, k_weight_ptr, eps, table_ptr, positions_ptr, slots_ptr,
     q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale, v_scale, k_scales_ptr, v_scales_ptr,
@@ -128,12 +130,12 @@ def rope_kv_write_triton(
     q_THD = torch.empty((num_tokens, num_heads, size), dtype=qkv_TND.dtype, device=qkv_TND.device)
     if num_tokens == 0:
         return q_THD
-    block_d = triton.next_power_of_2(size)
+    block_d = next_power_of_2(size)
     heads = _HEADS
     if num_tokens >= _MANY_TOKENS and q_weight_D is None:  # with a norm it is slower
-        heads = max(_HEADS, min(_TILE // block_d, triton.next_power_of_2(num_heads)))
-    kv_heads = min(heads, triton.next_power_of_2(num_kv_heads))
-    grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, kv_heads))
+        heads = max(_HEADS, min(_TILE // block_d, next_power_of_2(num_heads)))
+    kv_heads = min(heads, next_power_of_2(num_kv_heads))
+    grid = (num_tokens, cdiv(num_heads, heads) + cdiv(num_kv_heads, kv_heads))
     kernel = _rope_kv_write[grid](
         qkv_TND, q_weight_D, k_weight_D, eps, cos_sin_PR, positions_T, slots_T,
         q_THD, k_cache_BKSD, v_cache_BKSD, k_scale, v_scale, k_scales_BKS, v_scales_BKS,

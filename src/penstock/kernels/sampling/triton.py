@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.sampling import reference
+from penstock.kernels.sizes import cdiv, next_power_of_2
 
 _MIX_1 = tl.constexpr(reference.MIX_1)
 _MIX_2 = tl.constexpr(reference.MIX_2 + 2**32)
@@ -62,7 +64,7 @@ def _is_finite(best):
     return ((best > float("-inf")) & (best < float("inf"))).to(tl.int64)
 
 
-@triton.jit
+@jit
 def _best_of_split(
     logits_ptr, best_scores_ptr, best_ids_ptr, vocab_size, row_stride, SPLIT: tl.constexpr
 ):
@@ -78,7 +80,7 @@ def _best_of_split(
     tl.store(best_ids_ptr + out, split * SPLIT + best)
 
 
-@triton.jit
+@jit
 def _best_of_splits(best_scores_ptr, best_ids_ptr, drawn_ptr, num_splits, SPLITS: tl.constexpr):
     """drawn[:, row] = token of the best split, the first of equals, and whether its logit is
     finite; one program per row."""
@@ -98,7 +100,7 @@ def _best_of_splits(best_scores_ptr, best_ids_ptr, drawn_ptr, num_splits, SPLITS
 def argmax(logits_LV):
     num_rows, vocab_size = logits_LV.shape
     assert logits_LV.stride(1) == 1, logits_LV.stride()
-    num_splits = triton.cdiv(vocab_size, _SPLIT)
+    num_splits = cdiv(vocab_size, _SPLIT)
     scores_LS = logits_LV.new_empty((num_rows, num_splits), dtype=torch.float32)
     best_LS = logits_LV.new_empty((num_rows, num_splits), dtype=torch.int32)
     drawn_2L = logits_LV.new_empty((2, num_rows), dtype=torch.int64)
@@ -109,7 +111,7 @@ def argmax(logits_LV):
         )  # fmt: skip
         _best_of_splits[num_rows,](
             scores_LS, best_LS, drawn_2L, num_splits,
-            SPLITS=triton.next_power_of_2(num_splits),
+            SPLITS=next_power_of_2(num_splits),
         )  # fmt: skip
     return drawn_2L
 
@@ -128,7 +130,7 @@ def _allowed(
     return x
 
 
-@triton.jit
+@jit
 def _sum_blocks(
     logits_ptr, temperature_ptr, thresholds_ptr, sums_ptr, vocab_size, row_stride,
     temperature_stride, HAS_THRESHOLD: tl.constexpr, BLOCK: tl.constexpr,
@@ -147,7 +149,7 @@ def _sum_blocks(
     tl.store(sums_ptr + row * tl.num_programs(1) + block, total)
 
 
-@triton.jit
+@jit
 def _draw(
     logits_ptr, temperature_ptr, seeds_ptr, indices_ptr, thresholds_ptr, sums_ptr, drawn_ptr,
     vocab_size, num_blocks, row_stride, temperature_stride, seeds_stride,
@@ -175,7 +177,7 @@ def gumbel_argmax(logits_LV, temperature_L, seeds_L, indices_L, thresholds_L=Non
     num_rows, vocab_size = logits_LV.shape
     assert logits_LV.stride(1) == 1, logits_LV.stride()
     assert indices_L.is_contiguous() and (thresholds_L is None or thresholds_L.is_contiguous())
-    num_blocks = triton.cdiv(vocab_size, _DRAW_BLOCK)
+    num_blocks = cdiv(vocab_size, _DRAW_BLOCK)
     sums_LB = logits_LV.new_empty((num_rows, num_blocks), dtype=torch.float32)
     drawn_2L = logits_LV.new_empty((2, num_rows), dtype=torch.int64)
     if num_rows:
@@ -188,7 +190,7 @@ def gumbel_argmax(logits_LV, temperature_L, seeds_L, indices_L, thresholds_L=Non
             logits_LV, temperature_L, seeds_L, indices_L, thresholds_L, sums_LB, drawn_2L,
             vocab_size, num_blocks, logits_LV.stride(0), temperature_L.stride(0),
             seeds_L.stride(0), HAS_THRESHOLD=thresholds_L is not None,
-            BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=_DRAW_BLOCK, num_warps=16,
+            BLOCKS=next_power_of_2(num_blocks), BLOCK=_DRAW_BLOCK, num_warps=16,
         )  # fmt: skip
     return drawn_2L
 
@@ -234,7 +236,7 @@ def _kept(
     return tl.sum(counts, 0), tl.sum(masses, 0)
 
 
-@triton.jit
+@jit
 def _search_thresholds(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, thresholds_ptr,
     vocab_size, row_stride, param_stride,
@@ -317,13 +319,13 @@ def filter_thresholds(logits_LV, temperature_L, top_k_L, top_p_L, min_p_L, num_c
             logits_LV, *params, thresholds_L,
             vocab_size, logits_LV.stride(0), temperature_L.stride(0),
             SHIFT=_UNUSED_BITS[logits_LV.dtype],
-            BLOCK=min(_SEARCH_BLOCK, triton.next_power_of_2(vocab_size)),
+            BLOCK=min(_SEARCH_BLOCK, next_power_of_2(vocab_size)),
             num_warps=_SEARCH_WARPS,
         )  # fmt: skip
     return thresholds_L
 
 
-@triton.jit
+@jit
 def _penalize(
     logits_ptr, slots_ptr, in_prompt_ptr, output_counts_ptr,
     repetition_ptr, presence_ptr, frequency_ptr,
@@ -359,14 +361,14 @@ def apply_penalties(
     assert in_prompt_SV.is_contiguous() and output_counts_SV.is_contiguous()
     assert len({param.stride(0) for param in params}) == 1
     if num_rows:
-        _penalize[num_rows, triton.cdiv(vocab_size, _SPLIT)](
+        _penalize[num_rows, cdiv(vocab_size, _SPLIT)](
             logits_LV, slots_L, in_prompt_SV, output_counts_SV, *params,
             vocab_size, logits_LV.stride(0), slots_L.stride(0), repetition_L.stride(0),
             BLOCK=_SPLIT, num_warps=8,
         )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _mask(
     logits_ptr, positions_ptr, words_ptr, vocab_size, row_stride, num_words, BLOCK: tl.constexpr
 ):
@@ -386,7 +388,7 @@ def apply_bitmask(logits_LV, positions_P, words_PW):
     vocab_size, (num_masked, num_words) = logits_LV.shape[1], words_PW.shape
     assert logits_LV.stride(1) == 1 and words_PW.is_contiguous() and num_words * 32 >= vocab_size
     if num_masked:
-        _mask[num_masked, triton.cdiv(vocab_size, _SPLIT)](
+        _mask[num_masked, cdiv(vocab_size, _SPLIT)](
             logits_LV, positions_P, words_PW, vocab_size, logits_LV.stride(0), num_words,
             BLOCK=_SPLIT, num_warps=8,
         )  # fmt: skip
