@@ -30,6 +30,7 @@ DEFAULTS = {
     "allreduce_strategy": "AUTO",
     "orchestrator_type": "null",
     "rank_interface": "the one with the address of MASTER_ADDR",
+    "quantize_activations": "auto",
     "attn_backend": "auto",
     "max_batch_size": "2048 on a GPU, 64 on a CPU",
     "max_num_tokens": "8192 on a GPU, 2048 on a CPU, and never less than max_batch_size",

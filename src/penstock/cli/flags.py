@@ -89,6 +89,7 @@ _DEVICES = (
     Flag("allreduce_strategy", "text", "how ranks sum: AUTO, NCCL or ONESHOT"),
     Flag("orchestrator_type", "text", "ray: the same as --launcher ray; rpc, mpi: nothing else"),
     Flag("rank_interface", "text", "network interface between ranks on several nodes"),
+    Flag("quantize_activations", "text", "beside 4-bit weights: auto, always, never"),
     Flag(
         "attn_backend attention_backend", "text", "attention kernels: auto, triton, sdpa, reference"
     ),

@@ -108,7 +108,7 @@ class SpeculativeConfig(StrictModel):
         "than its root times exp(-entropy) where that is less.",
         status="beta",
         gt=0.0,
-        lt=1.0,
+        le=1.0,
     )
     max_concurrency: int | None = setting(
         None,
