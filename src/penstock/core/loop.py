@@ -137,6 +137,7 @@ class EngineLoop:
         step = _Step(plan, self._clock(), None)
         self._executor.forward(plan)
         self._steps.append(step)
+        # Else when the steps before have committed (`_commit`): late inputs follow from them.
         if not plan.needs_late_inputs or len(self._steps) == 1:
             self._sample(step)
         in_flight = len(self._steps)

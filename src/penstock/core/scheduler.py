@@ -196,7 +196,8 @@ class Scheduler:
         return lengths
 
     def _plan_extended(self, builder: PlanBuilder) -> None:
-        """Outputs that go on with tokens which were not drawn: they wait for no prompt either."""
+        """Outputs that go on with tokens which were not drawn (`_take_known`), as chunks: they
+        wait for no prompt either."""
         for seq in self._running:
             if seq.is_extended and not builder.has(seq):
                 self._plan_chunk(builder, seq)
@@ -340,6 +341,7 @@ class Scheduler:
             return False
 
     def _start(self, builder: PlanBuilder, seq: Sequence, dp_rank: int) -> bool:
+        """Give it a row and blocks on that rank, behind the prefix found there. False: not now."""
         kv = self._kvs[dp_rank]
         if kv.is_swapping_out(seq.id, builder.step_id):
             return False
@@ -447,8 +449,9 @@ class Scheduler:
         return delta
 
     def _take_known(self, seq: Sequence) -> str | None:
-        """Tokens that must come next need not be drawn, unless their log-probabilities are wanted;
-        the one that ends an output always is. Returns why the request must fail, if so.
+        """Jump-forward: tokens that must come next need not be drawn, unless their
+        log-probabilities are wanted; the one that ends an output always is. Returns why the
+        request must fail, if so.
 
         A chunk in a step of decodes makes all of them wait, so it must be the longer the more
         sequences run."""

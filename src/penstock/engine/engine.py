@@ -145,6 +145,7 @@ class Engine:
     def _wire(
         self, loaded: LoadedRank, runner: ModelRunner, cache: CacheSize, asked: EngineConfig
     ) -> None:
+        """The scheduler with its gates and followers, the executor, and the loop around them."""
         config, counters = self.config, EngineCounters(engines=1)
         kvs = [
             KVManager(

@@ -23,7 +23,8 @@ OnBug = Callable[[Exception], None]
 
 
 class Generation:
-    """A running request: the text deltas of all samples, each until its `finish`.
+    """A running prompt: the text deltas of all samples, each until its `finish`. Making one submits
+    its requests, one per sample; it is their sink (`on_tokens`).
 
     Iterate over them, or `subscribe`. Closing it, leaving its `async with`, or cancelling whoever
     iterates aborts what still runs.

@@ -1,6 +1,7 @@
-"""`GenerationPipeline`: one prompt's way from text to ids to the engine and back to text.
+"""`GenerationPipeline`: one prompt's way from text to ids to the engine.
 
-The HTTP server and `LLM` both go through here. Knows neither HTTP nor the scheduler.
+The way back is the `Generation` that it returns (`generation`, `sample`). The HTTP server and `LLM`
+both go through here. Knows neither HTTP nor the scheduler.
 """
 
 import asyncio
@@ -54,8 +55,9 @@ class GenerationPipeline:
         stream: bool = True,
         on_first_token: Callable[[], None] = lambda: None,
     ) -> Generation:
-        """Check and submit. `stream=False`: each sample sends one delta, its whole output.
+        """Check and submit, which making the `Generation` does.
 
+        `stream=False`: each sample sends one delta, its whole output.
         `on_first_token` is called once per sample, when its first token arrives.
         """
         if ask.sampling.bad_words:

@@ -113,7 +113,7 @@ class RankMesh:
 
     @property
     def is_sampling_rank(self) -> bool:
-        """Whether this rank chooses tokens; those it shares attention with receive them."""
+        """Whether this rank chooses tokens; the others of its role `vocab` receive them."""
         return self.shape.is_sampling_rank(self.rank)
 
     @property

@@ -43,6 +43,8 @@ _NO_ROWS = np.zeros(0, np.int32)  # that want a field
 
 @dataclass(slots=True)
 class _Forwarded:
+    """A step between `forward` and `sample`."""
+
     plan: StepPlan
     logits_LV: Tensor
     rows_L: Tensor
@@ -57,6 +59,8 @@ class _Forwarded:
 
 @dataclass(slots=True)
 class _Fed:
+    """What a step has fed, and the hidden states that came of it, as a drafter reads them."""
+
     batch: ForwardBatch
     hidden_TE: Tensor | None
     logit_index_L: Tensor | None
@@ -295,6 +299,7 @@ class ModelRunner:
         return self._fed_anew(plan, batch, hidden_TE, None)
 
     def _drafted(self, plan: StepPlan) -> _Forwarded:
+        """A step in which decodes feed drafts: by a CUDA graph if one takes it."""
         graphs, mixed = self._graphs, self._mixed_graphs
         # Ranks do not agree on graphs of drafts.
         if graphs is not None and graphs.takes_drafts and plan.peers is None:
@@ -315,6 +320,7 @@ class ModelRunner:
         return self._decode(plan, inputs)  # every token is a decode of its own
 
     def _decode(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
+        """Decodes alone, which no CUDA graph takes: by a CPU graph, else eagerly."""
         is_followed = self._follows(plan)
         logits_LV = None
         if self._cpu_graphs is not None and not (is_followed and self._reads_hidden):
@@ -334,9 +340,11 @@ class ModelRunner:
         )
 
     def _rests(self, plan: StepPlan) -> bool:
+        """Whether the drafter has no part in the step."""
         return self._has_follower and not plan.is_followed
 
     def _follows(self, plan: StepPlan) -> bool:
+        """Whether the drafter is told what the step fed. Not the engine's `core.followers`."""
         return self._has_follower and plan.is_followed
 
     def _padding(self, plan: StepPlan) -> _Forwarded:
@@ -347,6 +355,7 @@ class ModelRunner:
         return self._run(plan, inputs)
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
+        """Eagerly, launch by launch."""
         if plan.peers is not None:
             inputs.batch.rank_tokens = plan.peers.num_tokens
         hidden_TD, hidden_TE = self._hidden(inputs.batch)

@@ -41,4 +41,5 @@ class Stage(ABC):
     def apply(self, logits_LV: Tensor, rows: StepRows, late: LateInputs) -> None: ...
 
     def on_commit(self, rows: StepRows, token_ids_L: Tensor) -> None:  # noqa: B027 - most keep none
-        """The rows have these new tokens: for stages that keep state, after each `apply`."""
+        """The rows have drawn these tokens: for stages that keep state, after each `apply`. On the
+        device and before the scheduler's commit; of drafts not all may count."""

@@ -1,8 +1,10 @@
 """The last stage of sampling where tokens were drafted: how many of them are kept.
 
-Every position draws its token as plain decoding would, from the same seed and index. While that is
-the drafted one, the logits behind it are those of the same sequence, so the next draw counts, too.
-Output is therefore token for token that of decoding without drafts, whatever the sampling.
+No rejection sampling: every position draws its token as plain decoding would, from the same seed
+and index. While that is the drafted one, the logits behind it are those of the same sequence, so
+the next draw counts, too.
+Output is therefore token for token that of decoding without drafts, whatever the sampling, unless
+`relaxed` has put a draft in the place of what was drawn.
 
 Legend: N entries that sample, L rows of logits, W most rows of an entry, K = W - 1 drafts.
 """

@@ -1,8 +1,8 @@
 """`StepPlan` (down) and `StepResult` (up): the only two shapes between control and device.
 
-A plan is a delta. It names rows that join and leave, blocks that rows gain, and the entries that
-run; block tables, last tokens and true lengths live on the device. Nothing here is proportional to
-batch x context.
+A plan is a delta. It names rows that join, blocks that rows gain, and the entries that run; that a
+sequence has left its row is not told, the next join takes it over. Block tables, last tokens and
+true lengths live on the device. Nothing here is proportional to batch x context.
 
 A *row* is the device slot of one running sequence, in [0, max_batch_size) of its data-parallel
 rank.
@@ -126,7 +126,8 @@ class StepPlan:
     num_decodes: int
     needs_late_inputs: bool  # sample() must wait until every earlier step has been committed
     max_drafts: int | None = None  # tokens to draft behind each row, at most; None: as many as fit
-    is_followed: bool = True  # who drafts keeps up with what is fed, whether or not it drafts
+    # The drafter is told what is fed and keeps up, whether or not it drafts. False: it rests.
+    is_followed: bool = True
     peers: PeerLoads | None = None  # where this is one rank's part of a plan
     # Of the decodes: what they feed, where the rank that has the rows does not sample for them.
     last_tokens: Int32s | None = None
