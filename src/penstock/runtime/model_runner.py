@@ -209,9 +209,9 @@ class ModelRunner:
         elif not plan.num_entries:
             forwarded = self._padding(plan)
         elif plan.has_drafts:
-            forwarded = self._drafted(plan)
+            forwarded = self._run_with_drafts(plan)
         elif plan.num_decodes < plan.num_entries:
-            forwarded = self._run(plan, self._rows.build(plan))
+            forwarded = self._run_eager(plan, self._rows.build(plan))
         else:
             longest = int(plan.max_kv_lens.max())
             forwarded = self._decode(plan, self._rows.build_decode(plan.rows, longest))
@@ -298,7 +298,7 @@ class ModelRunner:
             hidden_TE = hidden_TE.new_zeros(1, hidden_TE.shape[1])
         return self._fed_anew(plan, batch, hidden_TE, None)
 
-    def _drafted(self, plan: StepPlan) -> _Forwarded:
+    def _run_with_drafts(self, plan: StepPlan) -> _Forwarded:
         """A step in which decodes feed drafts: by a CUDA graph if one takes it."""
         graphs, mixed = self._graphs, self._mixed_graphs
         # Ranks do not agree on graphs of drafts.
@@ -316,7 +316,7 @@ class ModelRunner:
                     return self._replayed_mix(plan, tokens, outputs, drafted)
         inputs = self._rows.build_drafted(plan)
         if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
-            return self._run(plan, inputs)
+            return self._run_eager(plan, inputs)
         return self._decode(plan, inputs)  # every token is a decode of its own
 
     def _decode(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
@@ -326,7 +326,7 @@ class ModelRunner:
         if self._cpu_graphs is not None and not (is_followed and self._reads_hidden):
             logits_LV = self._cpu_graphs.run(inputs.batch)
         if logits_LV is None:
-            return self._run(plan, inputs)
+            return self._run_eager(plan, inputs)
         return _Forwarded(
             plan,
             logits_LV,
@@ -352,9 +352,9 @@ class ModelRunner:
         padding = np.array([self._rows.padding_row], np.int32)
         inputs = self._rows.build_decode(padding, 1)
         inputs.rows, inputs.rows_L = plan.rows, inputs.rows_L[:0]
-        return self._run(plan, inputs)
+        return self._run_eager(plan, inputs)
 
-    def _run(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
+    def _run_eager(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
         """Eagerly, launch by launch."""
         if plan.peers is not None:
             inputs.batch.rank_tokens = plan.peers.num_tokens
