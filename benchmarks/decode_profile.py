@@ -34,6 +34,7 @@ EXPERT_KERNELS = {
     "_down": ("down",),
     "_grouped": ("gate_up", "down"),
     "_mxfp4": ("gate_up", "down"),
+    "_fp8_blocks": ("gate_up", "down"),
 }
 # Kernels that read the KV cache or the recurrent state.
 MEMORY_KERNELS = ("_decode", "_mla_decode", "_step")

@@ -379,7 +379,7 @@ def test_the_reference_is_transformers_delta_rule(rule, num_tokens, has_state):
 def test_the_reference_is_transformers_convolution():
     torch.manual_seed(0)
     x_TC, weight_CW, state = torch.randn(20, 12), torch.randn(12, 4), torch.randn(1, 3, 12)
-    args = (torch.arange(12).int(), weight_CW, state, torch.tensor([0]).int())
+    args = (torch.arange(12).int(), 12, weight_CW, state, torch.tensor([0]).int())
     past = state[0].T[None].clone()
     for first, end in ((0, 1), (1, 2)):  # decodes: the state goes on
         x = x_TC[first:end]

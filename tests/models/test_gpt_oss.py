@@ -192,7 +192,7 @@ class CpuWeightOnlyExperts(nn.Module):
         span = split("features", features, mesh.shape.size, mesh.rank)
         shape = ExpertsShape(
             num_experts=num_slots,
-            experts=Span(0, num_slots),
+            experts=tuple(range(num_slots)),
             hidden_size=hidden,
             intermediate_size=features,
             features=span,

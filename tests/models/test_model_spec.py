@@ -73,7 +73,7 @@ def test_real_config_agrees_with_transformers_or_is_refused_by_name(name):
         excluded = json.loads((REAL / name / "hf_quant_config.json").read_text())["quantization"]
         assert spec.quantization == QuantSpec(
             format=None,
-            weight_only=WeightOnlySpec(layout="nvfp4", bits=4, group=16),
+            weight_only=WeightOnlySpec(layout="nvfp4", bits=4, group=16, inputs="nvfp4"),
             excluded=tuple(excluded["exclude_modules"]),
             cache_dtype="float8_e4m3fn",
         )

@@ -287,7 +287,7 @@ def test_other_numbers_of_gemms_are_not_guessed():
 
 def test_a_profile_knows_kernels_by_the_names_they_have():
     sources = (Path(penstock.__file__).parent / "kernels").rglob("*.py")
-    jitted = re.compile(r"@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+)")
+    jitted = re.compile(r"@(?:(?:triton|gluon)\.|gluon_|_)?jit(?:\([^)]*\))?\ndef (\w+)")
     kernels = {name for source in sources for name in jitted.findall(source.read_text())}
     known = {FIRST_KERNEL, *MEMORY_KERNELS, *bytes_of(roofline_of(ROWS["30b-a3b"]), 1)}
     known |= {part[1:] for part in GEMM.pattern.split("|") if part.startswith("^")}

@@ -82,6 +82,8 @@ FIELDS = {
     "guided_regex": "A regular expression that the whole output matches.",
     "guided_choice": "The output is one of these.",
     "guided_grammar": "A grammar in EBNF that the output matches.",
+    "guided_whitespace_pattern": "A regular expression of the whitespace between parts of JSON.",
+    "guided_decoding_backend": "Accepted names of backends; all mean llguidance.",
     "parallel_tool_calls": "false: at most one call is returned.",
     "reasoning_effort": "For models whose chat template knows it.",
     "verbosity": "For models whose chat template knows it.",
