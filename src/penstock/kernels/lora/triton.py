@@ -29,7 +29,7 @@ _MAX_PARTS = 4
 _BLOCK_A = 16384  # numbers of A that a program reads at once, in whole rows where they fit
 _BLOCK_O = 512  # outputs of a program: a thread has eight, and all rows of B
 _RANKS = 16  # rows of B read at once
-_SHRINKS, _EXPANDS = 2, 4  # programs that fit on a multiprocessor; each takes item after item
+_SHRINKS, _EXPANDS = 2, 4  # programs that fit on an SM; each takes item after item
 _TILE_T, _TILE_I, _TILE_O = 64, 128, 128
 
 # Where prompts begin among the slots of a step is not aligned: one kernel for any place.

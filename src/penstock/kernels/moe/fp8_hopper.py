@@ -131,7 +131,7 @@ def _compute(
 @gluon.jit
 def _load(
     w_desc, x_desc, s_desc, w_tiles, x_tiles, s_boxes, full, empty, first_row, apart, x_row,
-    num_places, num_tiles, M: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    num_padded, num_tiles, M: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = (2 * _SLAB + M) * _TILE + 4 * BOX
     for j in range(num_tiles):
@@ -143,7 +143,7 @@ def _load(
             at = [first_row + slab * apart, j * _TILE]
             copy(w_desc, at, barrier, w_tiles.index(2 * stage + slab))
         copy(x_desc, [x_row, j * _TILE], barrier, x_tiles.index(stage))
-        copy(s_desc, [j * num_places + x_row], barrier, s_boxes.index(stage))
+        copy(s_desc, [j * num_padded + x_row], barrier, s_boxes.index(stage))
 
 
 @gluon_jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -175,7 +175,7 @@ def _fp8_blocks(
         s_tiles = view(s_boxes, gl.float32, [STAGES, BOX], ROW)
         full, empty = pipeline_barriers(STAGES)
         apart = N if IS_GATED else _SLAB
-        num_places = num_blocks * M
+        num_padded = num_blocks * M
         w_scales_ptr += slot.to(gl.int64) * (num_rows // _TILE * num_tiles)
         low_scales_ptr = w_scales_ptr + first // _TILE * num_tiles
         high_scales_ptr = w_scales_ptr + (first + apart) // _TILE * num_tiles
@@ -188,7 +188,7 @@ def _fp8_blocks(
                 )),
                 (_load, (
                     w_desc, x_desc, s_desc, w_tiles, x_tiles, s_boxes, full, empty,
-                    slot * num_rows + first, apart, block * M, num_places, num_tiles, M, BOX,
+                    slot * num_rows + first, apart, block * M, num_padded, num_tiles, M, BOX,
                     STAGES,
                 )),
             ],
@@ -197,9 +197,9 @@ def _fp8_blocks(
         )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_pairs", "num_places"])
+@jit(do_not_specialize=["num_pairs", "num_padded"])
 def _quantize_places(
-    x_ptr, pairs_ptr, y_ptr, scales_ptr, num_pairs, num_places, stride_x, D,
+    x_ptr, pairs_ptr, y_ptr, scales_ptr, num_pairs, num_padded, stride_x, D,
     PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[place] = x[pair // PAIRS_PER_ROW] of the pair at that place, in FP8 with a scale for each
@@ -217,7 +217,7 @@ def _quantize_places(
         inside = channels < D
         x = tl.load(x_ptr + row * stride_x + channels, mask=inside, other=0.0).to(tl.float32)
         y = quantize_groups(
-            x, scales_ptr, num_places, place, 0, D // TILE, BLOCK // TILE, TILE
+            x, scales_ptr, num_padded, place, 0, D // TILE, BLOCK // TILE, TILE
         )  # fmt: skip
         tl.store(y_ptr + place * D + channels, y, mask=inside)
 
@@ -226,13 +226,13 @@ def quantized_places(
     x: Tensor, pairs_BM: Tensor, num_pairs: int, pairs_per_row: int
 ) -> tuple[Tensor, Tensor]:
     """The inputs in the order of blocks, FP8: (values [B * M, D], scales [D / 128, B * M])."""
-    num_places, size = pairs_BM.numel(), x.shape[1]
-    values = torch.empty((num_places, size), dtype=torch.float8_e4m3fn, device=x.device)
-    shape = (size // _TILE.value, num_places)
+    num_padded, size = pairs_BM.numel(), x.shape[1]
+    values = torch.empty((num_padded, size), dtype=torch.float8_e4m3fn, device=x.device)
+    shape = (size // _TILE.value, num_padded)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
-    _quantize_places[(num_places,)](
-        x, pairs_BM, values, scales, num_pairs, num_places, x.stride(0), size,
+    _quantize_places[(num_padded,)](
+        x, pairs_BM, values, scales, num_pairs, num_padded, x.stride(0), size,
         PAIRS_PER_ROW=pairs_per_row, TILE=_TILE.value, BLOCK=block,
         num_warps=max(1, min(8, block // 512)), **launch_options(x),
     )  # fmt: skip
