@@ -31,7 +31,7 @@ from shapes import ROWS, Row, model_folder, prompts
 from torch import Tensor
 
 from penstock.kernels.transfer import to_device
-from penstock.runtime import model_runner
+from penstock.runtime import drafting
 from penstock.sampling import verification
 from penstock.sampling.verification import Accepted, DraftedRows
 
@@ -106,7 +106,7 @@ def measure(
 
 def run_engine(row: Row, asked: argparse.Namespace, kind: str) -> dict[str, Any]:
     """Each mode of an engine by the number of sequences, and what steps cost where it drafts."""
-    model_runner.verify = Verdicts(asked.right)  # type: ignore[assignment]
+    drafting.verify = Verdicts(asked.right)  # type: ignore[assignment]
     settings = row.engine_settings(asked.prompt + asked.tokens + 64, max(asked.concurrency))
     if not torch.cuda.is_available():
         settings["device"] = "cpu"

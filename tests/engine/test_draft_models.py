@@ -111,7 +111,7 @@ class Drafting:
         self.expected = [tokens for _, tokens in self.run(plain)]
         self.engine = LocalEngine(folder, speculative_config=self.asked, **settings)
         self.runner = self.engine.loop._executor._runner
-        self.watched = self.runner._drafter = Watched(self.runner._drafter)
+        self.watched = self.runner.drafting.drafter = Watched(self.runner.drafting.drafter)
 
     def run(self, engine) -> list[tuple[int, list[int]]]:
         ids = [engine.submit(p, NUM_TOKENS, **s) for p, s in zip(PROMPTS, SAMPLINGS, strict=True)]
@@ -219,7 +219,7 @@ def test_a_data_parallel_rank_without_sequences_drafts_with_the_others(drafting,
         dp_ranks=none, rows=none, starts=none, num_tokens=none, num_logit_rows=none,
         max_kv_lens=none, num_decodes=0, needs_late_inputs=False, max_drafts=MAX_DRAFTS,
     )  # fmt: skip
-    runner._drafter = Spy(drafter, seen)
+    runner.drafting.drafter = Spy(drafter, seen)
     runner._rows.batch_at = lambda *args, **kwargs: (
         ran.append(found := behind(*args, **kwargs)) or found
     )
@@ -239,7 +239,7 @@ def test_a_data_parallel_rank_without_sequences_drafts_with_the_others(drafting,
                 assert len(ran) == (further if num_sampling else 0)
                 assert all(batch.rank_tokens == (1, 2) for batch in ran)
     finally:
-        runner._drafter, runner._rows.batch_at = drafting.watched, behind
+        runner.drafting.drafter, runner._rows.batch_at = drafting.watched, behind
         runner._graphs = runner._mixed_graphs = None
 
 
@@ -251,7 +251,7 @@ def test_drafts_beside_prompts_replay_graphs(drafting):
         disable_overlap_scheduler=False,
     )  # fmt: skip
     runner, found = engine.loop._executor._runner, []
-    watched = runner._drafter = Watched(runner._drafter)
+    watched = runner.drafting.drafter = Watched(runner.drafting.drafter)
     watched.script = lambda position: position % 4
     decodes = DecodeGraphs(runner.decode_step(96), (12,), True, runner._rows)
     decodes.capture(Repeats())

@@ -98,7 +98,7 @@ def check(name: str, batch: int, num_each: int, num_tokens: int) -> tuple[float,
     assert answers(engine, asked, num_tokens) == expected
     per_decode = (counters.accepted_tokens + counters.decodes) / counters.decodes
     drafted, accepted = counters.drafted_tokens, counters.accepted_tokens
-    runner._drafter = Spoiled(runner._drafter)
+    runner.drafting.drafter = Spoiled(runner.drafting.drafter)
     assert answers(engine, asked, num_tokens) == expected
     spoiled = (counters.accepted_tokens - accepted) / (counters.drafted_tokens - drafted)
     return per_decode, accepted / drafted, spoiled

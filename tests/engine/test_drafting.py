@@ -84,7 +84,7 @@ class Drafting:
         config = {"decoding_type": "NGram", "max_draft_len": MAX_DRAFTS, **FIXED}
         self.engine = LocalEngine(folder, speculative_config=config, **COMMON, **overlap)
         self.runner = self.engine.loop._executor._runner
-        self.by_ngrams, self.scripted = self.runner._drafter, ScriptedDrafter(self.outputs)
+        self.by_ngrams, self.scripted = self.runner.drafting.drafter, ScriptedDrafter(self.outputs)
 
     def run(self, engine, drafter=None, about=float):
         ids = [engine.submit(prompt, NUM_TOKENS, **sampling) for prompt, sampling in REQUESTS]
@@ -94,7 +94,7 @@ class Drafting:
         return [list(tokens_of(engine, rid, about)) for rid in ids]
 
     def drafted(self, drafter):
-        self.runner._drafter = drafter
+        self.runner.drafting.drafter = drafter
         return self.run(self.engine, drafter if drafter is self.scripted else None)
 
 
@@ -179,7 +179,7 @@ def test_no_pattern_of_right_and_wrong_drafts_spoils_cache_or_state(overlapped, 
 def test_an_abort_in_the_middle_leaves_the_others_alone(overlapped):
     drafting = overlapped
     drafting.scripted.spoil = lambda position: (position % (MAX_DRAFTS + 1), position % 3)
-    drafting.runner._drafter = drafting.scripted
+    drafting.runner.drafting.drafter = drafting.scripted
     engine, texts = drafting.engine, drafting.scripted.texts
     ids = [engine.submit(prompt, NUM_TOKENS, **sampling) for prompt, sampling in REQUESTS[:6]]
     drafting.scripted.of_request |= dict(zip(ids, texts, strict=False))
@@ -212,7 +212,7 @@ def test_output_that_repeats_itself_takes_few_steps(tmp_path, depth):
 def test_a_stop_id_within_an_accepted_run_is_the_last_token(tmp_path, depth):
     make_checkpoint(tmp_path, "llama", max_position_embeddings=256)
     drafting = Drafting(tmp_path, depth)
-    drafting.runner._drafter = drafting.scripted
+    drafting.runner.drafting.drafter = drafting.scripted
     engine, requests = drafting.engine, []
     for n, ((prompt, sampling), output) in enumerate(zip(REQUESTS, drafting.outputs, strict=True)):
         asked = SamplingParams(**({"temperature": 0.0} | sampling))

@@ -35,7 +35,7 @@ def capture_graphs(
             runner.decode_step(max_kv_len), config.graph_batch_sizes, config.graph_padding, rows
         )
         graphs.capture(pool)
-        runner.capture_drafter(pool, config, max_kv_len)
+        runner.drafting.capture(pool, config, max_kv_len)
         runner.use_graphs(graphs, mixed)
         if config.mesh.size == 1:  # ranks would have to capture at the same time
             runner.when_idle = IdleCapture(mixed).turn

@@ -13,7 +13,8 @@ import torch
 from penstock import log
 from penstock.ipc.channel import Peer
 from penstock.ipc.messages import Forward, Sample
-from penstock.runtime.model_runner import DeviceStep, ModelRunner
+from penstock.runtime.device_step import DeviceStep
+from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.rank_parts import RankPart, join_results, split_late, split_plan
 from penstock.types.mesh import MeshShape
 from penstock.types.step import Int32s, LateInputs, StepPlan, StepResult

@@ -31,9 +31,9 @@ from penstock.ipc.messages import (
 from penstock.ipc.process import on_parent_exit, read_task
 from penstock.models.spec import parse_model_spec
 from penstock.parallel.mesh import RankMesh
+from penstock.runtime.device_step import DeviceStep
 from penstock.runtime.memory import fitted
 from penstock.runtime.model_loader import rank_device
-from penstock.runtime.model_runner import DeviceStep
 from penstock.runtime.rank import finish_rank, load_rank
 from penstock.runtime.timeline import Timeline
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from penstock.runtime.model_runner import DeviceStep
+from penstock.runtime.device_step import DeviceStep
 from penstock.sampling.logprobs import SampledLogprobs, TokenLogprobs
 from penstock.types.step import FROM_DEVICE, BlockGrowth, RanAs, StepPlan
 
