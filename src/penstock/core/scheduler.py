@@ -381,12 +381,12 @@ class Scheduler:
         deltas: list[TokenDelta] = []
         # As lists at once: one number out of an array takes as long as the rest of an entry.
         tokens, numbers = result.token_ids.tolist(), result.num_accepted.tolist()
-        drafts = [0] * len(entries) if result.num_drafts is None else result.num_drafts.tolist()
+        num_drafts = result.num_drafts.tolist()
         for i, entry in enumerate(entries):
             seq = entry.seq
             if seq.state is not State.RUNNING or seq.epoch != entry.epoch:
                 continue
-            seq.num_drafts = drafts[i]
+            seq.num_drafts = num_drafts[i]
             if why := result.error or result.failures.get(i):
                 deltas.append(self._fail(seq, why))
             elif delta := self._commit_entry(entry, i, tokens[i][: numbers[i]], result):

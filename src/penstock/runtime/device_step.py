@@ -40,9 +40,7 @@ class DeviceStep:
         self._num_accepted_N = num_accepted_N
         if num_accepted_N is not None:
             self._num_accepted_N = start_copy_to_host(num_accepted_N)
-        self._num_drafts_N = None
-        if drafts_NK is not None:
-            self._num_drafts_N = start_copy_to_host((drafts_NK >= 0).sum(1))
+        self._drafts_NK = None if drafts_NK is None else start_copy_to_host(drafts_NK)
         self._event: torch.cuda.Event | None = None
         if drawn_2L.is_cuda:
             self._event = torch.cuda.Event()
@@ -73,15 +71,15 @@ class DeviceStep:
             num_accepted=num_accepted,
             logprobs={int(sampling[at]): rows for at, rows in logprobs.items()},
             prompt_logprobs=scores,
-            num_drafts=self._num_drafts(sampling),
+            draft_ids=self._draft_ids(sampling),
             failures=dict.fromkeys(failed, NOT_FINITE),
             ran_as=self._ran_as,
             pooled=self._pooled.rows() if self._pooled else {},
         )
 
-    def _num_drafts(self, sampling: NDArray[np.int64]) -> Int32s | None:
-        if self._num_drafts_N is None:
+    def _draft_ids(self, sampling: NDArray[np.int64]) -> Int32s | None:
+        if self._drafts_NK is None:
             return None
-        num_drafts = np.zeros(self._plan.num_entries, np.int32)
-        num_drafts[sampling] = self._num_drafts_N.numpy()
-        return num_drafts
+        draft_ids = np.full((self._plan.num_entries, self._drafts_NK.shape[1]), -1, np.int32)
+        draft_ids[sampling] = self._drafts_NK.numpy()
+        return draft_ids

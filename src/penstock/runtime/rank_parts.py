@@ -6,7 +6,7 @@ runs is known from the plan, so ranks agree on sizes without asking each other.
 
 # N entries of the plan, L logit rows
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -108,12 +108,10 @@ def join_results(
 ) -> StepResult:
     width = max(result.token_ids.shape[1] for result in results)
     token_ids = np.zeros((plan.num_entries, width), np.int32)
-    num_accepted, num_drafts = np.zeros((2, plan.num_entries), np.int32)
+    num_accepted = np.zeros(plan.num_entries, np.int32)
     for part, result in zip(parts, results, strict=True):
         token_ids[part.entries, : result.token_ids.shape[1]] = result.token_ids
         num_accepted[part.entries] = result.num_accepted
-        if result.num_drafts is not None:
-            num_drafts[part.entries] = result.num_drafts
 
     def by_entry(field: Callable[[StepResult], dict[int, T]]) -> dict[int, T]:
         return {
@@ -129,15 +127,27 @@ def join_results(
         logprobs=by_entry(lambda result: result.logprobs),
         prompt_logprobs=by_entry(lambda result: result.prompt_logprobs),
         pooled=by_entry(lambda result: result.pooled),
-        num_drafts=_drafts(num_drafts, results),
+        draft_ids=_draft_ids(plan, parts, results),
         error=next((result.error for result in results if result.error is not None), None),
         failures=by_entry(lambda result: result.failures),
         ran_as=_ran_as(results),
     )
 
 
-def _drafts(num_drafts: Int32s, results: Iterable[StepResult]) -> Int32s | None:
-    return num_drafts if any(result.num_drafts is not None for result in results) else None
+def _draft_ids(
+    plan: StepPlan, parts: Sequence[RankPart], results: Sequence[StepResult]
+) -> Int32s | None:
+    found = [
+        (part.entries, result.draft_ids)
+        for part, result in zip(parts, results, strict=True)
+        if result.draft_ids is not None
+    ]
+    if not found:
+        return None
+    draft_ids = np.full((plan.num_entries, found[0][1].shape[1]), -1, np.int32)
+    for entries, own in found:
+        draft_ids[entries] = own
+    return draft_ids
 
 
 def _ran_as(results: Sequence[StepResult]) -> RanAs:

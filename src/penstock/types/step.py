@@ -213,7 +213,8 @@ class RanAs(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What the device found. token_ids[i, :num_accepted[i]] are entry i's new tokens (none for a
-    middle chunk). `num_drafts[i]`: tokens its row has drafted for its next step; None: nobody does.
+    middle chunk). `draft_ids[i]`: what its row has drafted for its next step, negative behind the
+    last one; None: nobody drafts, and rows keep what they have.
 
     `logprobs[i]`, `prompt_logprobs[i]` and `pooled[i]` exist for the entries that asked, keyed by
     entry index.
@@ -225,8 +226,16 @@ class StepResult:
     num_accepted: Int32s  # [N]
     logprobs: dict[int, LogprobRows]
     prompt_logprobs: dict[int, LogprobRows]
-    num_drafts: Int32s | None = None  # [N]
+    draft_ids: Int32s | None = None  # [N, most drafts]
     error: str | None = None
     failures: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, Float32s] = field(default_factory=dict)
     ran_as: RanAs = RanAs.EAGER
+
+    @property
+    def num_drafts(self) -> Int32s:
+        """What each entry's row has drafted."""
+        if self.draft_ids is None:
+            return np.zeros(len(self.num_accepted), np.int32)
+        num_drafts: Int32s = (self.draft_ids >= 0).sum(1, dtype=np.int32)
+        return num_drafts

@@ -36,6 +36,7 @@ def test_results_are_wide_and_chunks_that_do_not_sample_have_none():
     found = [ids[:n].tolist() for ids, n in zip(result.token_ids, result.num_accepted, strict=True)]
     assert found == [[10], [11, 12], [14], [], [16]]
     assert result.num_drafts.tolist() == [0, 2, 1, 0, 0]
+    assert result.draft_ids.tolist() == [[-1, -1], [4, 5], [4, -1], [-1, -1], [-1, -1]]
     assert not result.failures and PLAN.has_drafts
 
 

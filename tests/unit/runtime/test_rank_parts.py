@@ -106,7 +106,7 @@ def test_results_come_back_to_their_entries(plan, has_drafts):
     none = np.zeros((0, 0), np.float32)
 
     def found(part):
-        """Entry i of the whole plan has token 10 i and i drafts."""
+        """Entry i of the whole plan has token 10 i and drafts i."""
         width = int(part.plan.num_logit_rows.max(initial=1))
         entries = part.entries.astype(np.int32)
         rows = {
@@ -123,7 +123,7 @@ def test_results_come_back_to_their_entries(plan, has_drafts):
             logprobs=rows,
             prompt_logprobs={},
             pooled={at: np.float32([entry]) for at, entry in enumerate(entries.tolist())},
-            num_drafts=entries if has_drafts else None,
+            draft_ids=np.stack((entries, -entries), 1) if has_drafts else None,
             failures={at: str(entry) for at, entry in enumerate(entries.tolist())},
             ran_as=RanAs.GRAPH if len(entries) else RanAs.EAGER,
         )
@@ -137,6 +137,9 @@ def test_results_come_back_to_their_entries(plan, has_drafts):
     }
     assert {i: vector.tolist() for i, vector in joined.pooled.items()} == {i: [i] for i in entries}
     assert joined.failures == {i: str(i) for i in entries} and joined.error is None
-    assert (joined.num_drafts.tolist() == entries) if has_drafts else joined.num_drafts is None
+    if has_drafts:
+        assert joined.draft_ids.tolist() == [[i, -i] for i in entries]
+    else:
+        assert joined.draft_ids is None
     is_slow = any(not len(part.entries) for part in parts)
     assert joined.ran_as is (RanAs.EAGER if is_slow else RanAs.GRAPH)
