@@ -14,7 +14,7 @@ from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.mla import mla_attend, mla_decode, mla_project, mla_write
 from penstock.kernels.attention.partial import partial_decode
 from penstock.kernels.formats import Fp8Groups, Fp8Rows, Fp8Static, InputFormat
-from penstock.kernels.forward_batch import ForwardBatch
+from penstock.kernels.forward_batch import ForwardBatch, Runs
 from penstock.kernels.gather import decode_inputs
 from penstock.kernels.gemm.block_scaled import ScaledWeight, scaled_linear
 from penstock.kernels.gemm.dense import dense_linear
@@ -1112,7 +1112,8 @@ CPU_OP_CASES = [
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Entries are (query length, kv length); the first `num_decodes` are decodes."""
+    """Entries are (query length, kv length); the first `num_decodes` are decodes, of `runs` one
+    after the other: each number says how many of them are tokens of one sequence."""
 
     entries: tuple[tuple[int, int], ...]
     num_decodes: int
@@ -1126,6 +1127,7 @@ class AttentionCase:
     sinks: bool = False
     chunks: bool = False  # instead of the window
     soft_cap: float | None = None
+    runs: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         kind = {0: "prefill", len(self.entries): "decode"}.get(self.num_decodes, "mixed")
@@ -1134,6 +1136,7 @@ class AttentionCase:
         heads = f"h{self.num_heads}k{self.num_kv_heads}d{self.head_size}s{self.block_size}"
         rest = f"w{self.window}" + "-fp8" * self.fp8 + "-int8" * self.int8 + "-sinks" * self.sinks
         rest += "-chunks" * self.chunks + (f"-cap{self.soft_cap:g}" if self.soft_cap else "")
+        rest += "-runs" + "_".join(map(str, self.runs)) if self.runs else ""
         return f"{kind}-{lens}{more}-{heads}-{rest}"
 
 
@@ -1167,6 +1170,11 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
         slots.append(ids[position // size].long() * size + position % size)
         positions.append(position)
         starts.append(starts[-1] + num_queries)
+    offsets = [place for run in case.runs for place in range(run)]
+    for entry, ((_, kv_len), offset) in enumerate(zip(case.entries, offsets, strict=False)):
+        if offset:  # of the row whose blocks hold all of the run's tokens
+            assert kv_len == case.entries[entry - 1][1] + 1
+            rows[entry - offset : entry] = rows[entry]
     pool = (sum(num_blocks) + 1, case.num_kv_heads, size, case.head_size)
     q = randn(starts[-1], case.num_heads, case.head_size, dtype=dtype, device=device)
     batch = ForwardBatch(
@@ -1181,6 +1189,9 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
         max_query_len=max(q for q, _ in case.entries),
         max_kv_len=max(kv for _, kv in case.entries) + 3,
         cached_lens=tuple(kv - q for q, kv in case.entries[case.num_decodes :]),
+        runs=Runs(torch.tensor(offsets, dtype=torch.int32, device=device), max(case.runs))
+        if case.runs
+        else None,
     )
     cache_dtype = torch.float8_e4m3fn if case.fp8 else dtype
     k_cache, v_cache = (randn(*pool, dtype=cache_dtype, device=device) for _ in range(2))
@@ -1206,6 +1217,32 @@ def decodes(*kv_lens: int, **shape: Any) -> AttentionCase:
 
 def prefills(*entries: tuple[int, int], **shape: Any) -> AttentionCase:
     return AttentionCase(entries, 0, **shape)
+
+
+def drafted(*runs: tuple[int, int], **shape: Any) -> AttentionCase:
+    """Runs of so many tokens, and what the first of them sees."""
+    kv_lens = [first + place for first, length in runs for place in range(length)]
+    return replace(decodes(*kv_lens, **shape), runs=tuple(length for _, length in runs))
+
+
+def drafted_cases() -> Iterator[AttentionCase]:
+    """Around the edges of a block, of a split and of what a window or a chunk sees."""
+    yield drafted((1, 4), (15, 2), (300, 1), (63, 4), (1, 1), (1, 1))
+    yield drafted((30, 7), (95, 9), (160, 3), num_heads=4, num_kv_heads=4)  # of more than a tile
+    yield drafted((30, 4), (129, 3), (127, 4), (64, 1), head_size=128, num_heads=8)
+    yield drafted((5, 4), (64, 4), (33, 2), head_size=80, num_heads=6, block_size=32)
+    yield drafted((20, 4), (300, 3), num_heads=16, num_kv_heads=1)  # no room for a second one
+    yield drafted((14, 4), (16, 4), (95, 3), (300, 4), window=16, sinks=True)
+    yield drafted((31, 4), (62, 4), (190, 2), window=32, num_heads=8)
+    yield drafted((14, 4), (31, 3), (126, 4), (300, 4), window=16, chunks=True)
+    yield drafted((58, 4), (298, 4), window=60, chunks=True, block_size=32)
+    yield drafted((90, 4), (17, 3), soft_cap=1.5, sinks=True)
+    yield drafted((170, 4), (20, 3), (1, 1), fp8=True, sinks=True)
+    yield drafted((170, 4), (20, 3), (1, 1), int8=True)
+    yield replace(
+        drafted((170, 4), (20, 3), (1, 1)),
+        entries=(*drafted((170, 4), (20, 3), (1, 1)).entries, (40, 90)),
+    )
 
 
 def capped_cases() -> Iterator[AttentionCase]:
@@ -1249,6 +1286,7 @@ def small_attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(((1, 200), (64, 128)), 1, num_heads=4, num_kv_heads=1, window=33)
     yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, fp8=True)
     yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, int8=True)
+    yield from drafted_cases()
     yield from capped_cases()
     yield from chunked_cases()
     yield AttentionCase(((1, 300), (40, 40), (7, 90)), 1, head_size=80, window=33, int8=True)

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import AttentionCase, decodes, make_attention, small_attention_cases
+from op_cases import (
+    AttentionCase,
+    decodes,
+    drafted,
+    drafted_cases,
+    make_attention,
+    small_attention_cases,
+)
 from transformers.models.gpt_oss.modeling_gpt_oss import (
     GptOssAttention,
     GptOssConfig,
@@ -65,7 +72,10 @@ def test_backend_in_half_precision(
 @pytest.mark.parametrize("load", triton_decode.Load)
 @pytest.mark.parametrize(
     "case",
-    [c for c in CASES if c.num_decodes == len(c.entries) <= 6 and c.window != 16],
+    [
+        *(c for c in CASES if c.num_decodes == len(c.entries) <= 6 and c.window != 16),
+        *(c for c in drafted_cases() if c.window != 16),
+    ],
     ids=str,
 )
 def test_decodes_with_keys_split_and_in_programs_of_any_size(
@@ -131,6 +141,25 @@ def test_decodes_beside_prompts_take_the_kernel_that_those_in_graphs_do(
             args = make_attention(case, torch.float16, device)
             get_backend("triton").attend(*args.unpack(), scale_1)
     assert given == [torch.float16] * 2 + [torch.float8_e4m3fn] * 2
+
+
+@pytest.mark.parametrize("load", triton_decode.Load)
+@pytest.mark.parametrize("window", [None, 50])
+def test_tokens_of_a_sequence_share_its_keys(
+    load: triton_decode.Load,
+    window: int | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of those behind the first of a tile are not even looked at."""
+    monkeypatch.setattr(triton_decode, "load_of", lambda num_programs, longest: load)
+    case = drafted((33, 4), (140, 3), num_heads=4, num_kv_heads=1, window=window)
+    args = make_attention(case, torch.float32, device)
+    expected = get_backend("reference").attend(*args.unpack())
+    args.batch.rows_N[[1, 2, 3, 5, 6]] = int(args.batch.rows_N.max()) + 1
+    actual = get_backend("triton").attend(*args.unpack())
+    close = tolerance(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    torch.testing.assert_close(actual, expected, atol=close.atol, rtol=close.rtol)
 
 
 def test_a_long_sequence_has_more_splits_than_are_added_up_at_once(device: torch.device) -> None:

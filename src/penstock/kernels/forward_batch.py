@@ -28,6 +28,15 @@ class DraftedSpans:
 
 
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """Decodes that follow one another and are tokens of one sequence, one after the other: a row's
+    last token and its drafts. Attention may read the sequence's cache once for several of them."""
+
+    offsets_N: Tensor  # int32: place of each decode in its run, from 0
+    longest: int  # host; tokens of a run, at most
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterTokens:
     """Batch field of a step with low-rank adapters (`runtime/adapters.py`)."""
 
@@ -53,6 +62,7 @@ class ForwardBatch:
     cached_lens: tuple[int, ...] | None = None
     chunk_lens: tuple[int, ...] | None = None  # of the same entries: tokens in T
     drafted: DraftedSpans | None = None  # None: no token was drafted, or no layer has a state
+    runs: Runs | None = None  # None: each decode is of another sequence, as far as is known
     adapters: AdapterTokens | None = None  # None: no token has one
     # host; tokens of each rank that shares MLPs with this one. None: as many as here
     rank_tokens: tuple[int, ...] | None = None

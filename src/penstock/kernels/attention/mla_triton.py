@@ -282,8 +282,8 @@ def mla_decode_triton(
     if programs > 1:
         block = min(block_c, 128)
         reduce_splits[(num_heads, num_entries, cdiv(size, block))](
-            partial, lse, out_NHC, out_lse, kv_lens_N, kv_lens_N, None, NO_WINDOW,
-            dtype=TRITON_DTYPES[out_NHC.dtype], H=num_heads, D=size, BLOCK_D=block,
+            partial, lse, out_NHC, out_lse, kv_lens_N, None, kv_lens_N, None, NO_WINDOW,
+            dtype=TRITON_DTYPES[out_NHC.dtype], H=num_heads, D=size, BLOCK_D=block, Q=1,
             TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=False,
             IS_ONE_DONE=False, HAS_CHUNKS=False, GIVES_LSE=gives_lse, num_warps=4,
             **launch_options(q_NHC),

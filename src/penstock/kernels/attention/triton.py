@@ -44,6 +44,7 @@ class TritonAttention:
                 sinks_H=sinks_H,
                 scales=scales,
                 out_scale_1=out_scale_1,
+                runs=batch.runs,
             )
         if num_decodes == batch.num_entries:
             return out_THD

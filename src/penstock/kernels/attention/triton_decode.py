@@ -1,4 +1,4 @@
-"""Paged decode attention: one query per sequence, split-KV (flash decoding).
+"""Paged decode attention: one query per entry, split-KV (flash decoding).
 
 All query heads of a kv head (up to 16) share one tile, so each key and value is read once. Keys are
 the rows of MMA tiles and heads the few columns. Each warp owns its own keys, with their maximum,
@@ -10,13 +10,17 @@ length alone (`span`), never on the rest of the batch. Where one program per (se
 fills the GPU only long sequences are split, for which all others would wait; where there can be
 none the second launch is saved. So the last bits may differ on the two sides of such a batch size.
 
+Decodes that are tokens of one sequence (`Runs`) share a tile, too, Q of them, so that its keys are
+read once for all: each sees keys up to itself. The tile's first one says how keys are split, and
+the last split has those behind it, too.
+
 An FP8 or INT8 cache is read as pairs of channels: tensor cores take 16-bit elements from shared
 memory in any direction, 8-bit ones only in one. Even and odd channels are then multiplied
 separately: FP8 as fp16, which holds it exactly, INT8 in q's dtype, as either of the two does. The
 scale of a key multiplies its scores, that of a value their weights.
 
-Legend: N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one,
-W warps.
+Legend: N entries, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one,
+W warps, Q entries of a tile.
 """
 
 import enum
@@ -33,6 +37,7 @@ from penstock.kernels.attention.backend import AttentionParams, CacheScales
 from penstock.kernels.attention.partial import partial_decode
 from penstock.kernels.carveout import DRIVER_DEFAULT, set_carveout
 from penstock.kernels.device import num_sms, shared_bytes
+from penstock.kernels.forward_batch import Runs
 from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -45,7 +50,7 @@ _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
 LN_2 = tl.constexpr(1.0 / LOG2_E)
 NO_WINDOW = 1 << 30
 _LOWEST = tl.constexpr(-1.0e30)  # the maximum of no keys; finite: less itself it is 0
-_MAX_G = 16  # heads of a tile; more would not fit into a warp's registers
+_MAX_G = 16  # queries of a tile; more would not fit into a warp's registers
 _USUAL_SPLITS = tl.constexpr(32)  # while each has no more keys than
 _USUAL_SPAN = tl.constexpr(128)
 _REDUCED = tl.constexpr(32)  # splits reduced at once
@@ -96,12 +101,20 @@ def _tile_heads(group: int) -> int:
     return max(8, min(_MAX_G, next_power_of_2(group)))
 
 
+def _tile_entries(group: int, runs: Runs | None) -> int:
+    """Entries of a program."""
+    if runs is None:
+        return 1
+    return max(1, min(_MAX_G // next_power_of_2(group), next_power_of_2(runs.longest)))
+
+
 @functools.cache
 def decode_config(
     num_heads: int, num_kv_heads: int, head_size: int, cache_bytes: int, load: Load
 ) -> DecodeConfig:
     """Where nothing was tuned, what is best or nearly so on an H200 for 4 and 8 kv heads of size
-    64 and 128 in 8 and 16 bits (docs/notes/2026-11-attention.md)."""
+    64 and 128 in 8 and 16 bits (docs/notes/2026-11-attention.md). `num_heads`: those of all
+    entries that share a tile."""
     is_small = head_size * _tile_heads(num_heads // num_kv_heads) <= 1024
     keys_each = 32 if is_small else 16  # of a warp, for its registers' sake
     row_bytes = 2 * next_power_of_2(head_size) * cache_bytes  # of a key and its value
@@ -175,9 +188,20 @@ def _by_warp(TILE: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _seen(keys, inside, seen_from, ends, Q: tl.constexpr):
+    """Whether a query sees a key. Of several entries each has its own bounds."""
+    if Q == 1:
+        seen = (inside & (keys >= seen_from))[:, :, None]
+    else:
+        at = keys[:, :, None]
+        seen = (at >= seen_from[None, None, :]) & (at < ends[None, None, :]) & inside[:, :, None]
+    return seen
+
+
+@triton.jit
 def _softmax(scores, seen, m, total):
     """Weights of a tile's keys, the factor of what was accumulated before, the new m and total."""
-    scores = tl.where(seen[:, :, None], scores, -float("inf"))
+    scores = tl.where(seen, scores, -float("inf"))
     m_new = tl.maximum(m, tl.max(scores, axis=1))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(scores - m_new[:, None, :])
@@ -186,10 +210,11 @@ def _softmax(scores, seen, m, total):
 
 @triton.jit
 def _attend_plain(
-    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from, ends,
     scale_log2, stride_b, stride_s,
-    S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr, CAP_LOG2: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr,
+    CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`."""
     cols = tl.arange(0, BLOCK_D)[None, None, :]
@@ -211,7 +236,8 @@ def _attend_plain(
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         scores = capped_log2(scores, CAP_LOG2)
-        p, alpha, m, total = _softmax(scores, inside & (keys >= seen_from), m, total)
+        seen = _seen(keys, inside, seen_from, ends, Q)
+        p, alpha, m, total = _softmax(scores, seen, m, total)
         if HAS_SCALES:
             p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         v = v.to(q.dtype)
@@ -266,10 +292,10 @@ def _second_of(pair, dtype: tl.constexpr, IS_INT8: tl.constexpr, ON_GPU: tl.cons
 @triton.jit
 def _attend_pairs(
     q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
-    seen_from, scale_log2, stride_b, stride_s,
-    S: tl.constexpr, P: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
-    TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr, CAP_LOG2: tl.constexpr,
-    ON_GPU: tl.constexpr,
+    seen_from, ends, scale_log2, stride_b, stride_s,
+    S: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr,
+    CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, of an 8-bit cache seen as P pairs a head: with scales INT8, else FP8."""
     dtype: tl.constexpr = q_even.dtype
@@ -295,7 +321,8 @@ def _attend_pairs(
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         scores = capped_log2(scores, CAP_LOG2)
-        p, alpha, m, total = _softmax(scores, inside & (keys >= seen_from), m, total)
+        seen = _seen(keys, inside, seen_from, ends, Q)
+        p, alpha, m, total = _softmax(scores, seen, m, total)
         if HAS_SCALES:
             p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         p = p.to(dtype)
@@ -310,10 +337,10 @@ def _attend_pairs(
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from, ends,
     scale_log2, stride_b, stride_s,
-    S: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, W: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
     IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
@@ -324,14 +351,14 @@ def _attend(
         q_even, q_odd = tl.split(pairs)
         m, total, even, odd = _attend_pairs(
             q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
-            seen_from, scale_log2, stride_b, stride_s, S, D // 2, BLOCK_G, BLOCK_D // 2, TILE,
-            W, HAS_SCALES, CAP_LOG2, ON_GPU,
+            seen_from, ends, scale_log2, stride_b, stride_s, S, D // 2, Q, BLOCK_G, BLOCK_D // 2,
+            TILE, W, HAS_SCALES, CAP_LOG2, ON_GPU,
         )  # fmt: skip
         acc = tl.interleave(even, odd)
     else:
         m, total, acc = _attend_plain(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
-            scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, HAS_SCALES,
+            ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, HAS_SCALES,
             CAP_LOG2,
         )  # fmt: skip
     return m, total, acc
@@ -352,7 +379,7 @@ def _store(
     to, inside, m, total, acc, sink_ptr, is_head, out_scale_ptr, lse_to,
     dtype: tl.constexpr, HAS_SINKS: tl.constexpr, GIVES_LSE: tl.constexpr,
 ):  # fmt: skip
-    """What a sequence's only program found."""
+    """What an entry's only program found."""
     if GIVES_LSE:
         tl.store(lse_to, (m + tl.log2(total)) * LN_2, mask=is_head)
     if HAS_SINKS:
@@ -364,37 +391,62 @@ def _store(
 @jit
 def _decode(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, rows_ptr,
-    kv_lens_ptr, table_ptr, sinks_ptr, out_scale_ptr, out_lse_ptr,
+    kv_lens_ptr, offsets_ptr, table_ptr, sinks_ptr, out_scale_ptr, out_lse_ptr,
     scale_log2, v_scale, window, stride_qn, stride_b, stride_s, stride_table,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, Q: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
     IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CHUNKS: tl.constexpr,
     CAP_LOG2: tl.constexpr, GIVES_LSE: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (k, n, p) takes the p-th split of sequence n and kv head k / PARTS, of whose query
-    heads it has BLOCK_G.
+    """Program (k, n, p) takes the p-th split of entry n and kv head k / PARTS, of whose query heads
+    it has BLOCK_G / Q; with Q > 1 of up to Q entries of a run, from n on, if n begins such a tile.
 
     Where there is only one it is written to out[n], sinks included, else to partial[n, h, p], with
-    its log2-sum-exp. DIRECT: there is only one of every sequence. GIVES_LSE: the log-sum-exp of
-    all its keys to out_lse[n], sinks not included.
+    its log2-sum-exp. DIRECT: there is only one of every entry. GIVES_LSE: the log-sum-exp of all
+    its keys to out_lse[n], sinks not included.
     """
     let_next_start(PDL)
-    PARTS: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
+    HEADS: tl.constexpr = BLOCK_G // Q
+    PARTS: tl.constexpr = (G + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // PARTS
     entry = tl.program_id(1).to(tl.int64)
     # Of the step, not of the layer: written before any kernel that lets others start early.
+    if Q > 1:
+        offset = tl.load(offsets_ptr + entry)
+    else:
+        offset: tl.constexpr = 0
     kv_len = tl.load(kv_lens_ptr + entry)
     row = tl.load(rows_ptr + entry).to(tl.int64)
     wait_for_previous(PDL)
+    if offset % Q != 0:
+        return
     seen_from = first_seen(kv_len, window, HAS_CHUNKS)
     first = seen_from // TILE * TILE
 
-    g = tl.program_id(0) % PARTS * BLOCK_G + tl.arange(0, BLOCK_G)
+    if Q > 1:  # columns of the tile are the heads of one entry after the other
+        place = tl.arange(0, BLOCK_G) // HEADS
+        g = tl.arange(0, BLOCK_G) % HEADS
+        owner = entry + place
+        in_step = owner < tl.num_programs(1)
+        is_of_run = tl.load(offsets_ptr + owner, mask=in_step, other=-1) == offset + place
+        is_head = is_of_run & (g < G)
+        n = owner[:, None]
+        ends = kv_len + place
+        seen_by = first_seen(ends, window, HAS_CHUNKS)
+        end = kv_len + tl.max(tl.where(is_of_run, place, 0), axis=0)
+    else:
+        g = tl.program_id(0) % PARTS * BLOCK_G + tl.arange(0, BLOCK_G)
+        owner = entry
+        is_head = g < G
+        n = entry
+        ends = kv_len
+        seen_by = seen_from
+        end = kv_len
     heads = (kv_head * G + g)[:, None]
     cols = tl.arange(0, BLOCK_D)[None, :]
-    inside = (g < G)[:, None] & (cols < D)
-    q = tl.load(q_ptr + entry * stride_qn + heads * D + cols, mask=inside, other=0.0)
+    inside = is_head[:, None] & (cols < D)
+    q = tl.load(q_ptr + n * stride_qn + heads * D + cols, mask=inside, other=0.0)
     HEAD: tl.constexpr = S * D // 2 if IN_PAIRS else S * D
     k_ptr += kv_head * HEAD
     v_ptr += kv_head * HEAD
@@ -403,18 +455,18 @@ def _decode(
         v_scales_ptr += kv_head * S
     table_ptr += row * stride_table
 
-    to = out_ptr + (entry * (K * G) + heads) * D + cols
+    to = out_ptr + (n * (K * G) + heads) * D + cols
     sink_ptr = sinks_ptr + kv_head * G + g
-    lse_to = out_lse_ptr + entry * (K * G) + kv_head * G + g
+    lse_to = out_lse_ptr + owner * (K * G) + kv_head * G + g
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     if DIRECT:
         m, total, acc = _attend(
-            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, kv_len, seen_from,
-            scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS, HAS_SCALES,
-            CAP_LOG2, ON_GPU,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, end, seen_by, ends,
+            scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
+            HAS_SCALES, CAP_LOG2, ON_GPU,
         )  # fmt: skip
         _store(
-            to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, lse_to, dtype,
+            to, inside, m, total, acc * v_scale, sink_ptr, is_head, out_scale_ptr, lse_to, dtype,
             HAS_SINKS, GIVES_LSE,
         )  # fmt: skip
     else:
@@ -423,28 +475,37 @@ def _decode(
         split = tl.program_id(2)
         if split < num_splits:
             start = first + split * keys_each
+            if Q > 1:
+                split_end = tl.where(split == num_splits - 1, end, start + keys_each)
+            else:
+                split_end = tl.minimum(start + keys_each, kv_len)
             m, total, acc = _attend(
-                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start,
-                tl.minimum(start + keys_each, kv_len), seen_from,
-                scale_log2, stride_b, stride_s, S, D, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
+                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start, split_end, seen_by,
+                ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
                 HAS_SCALES, CAP_LOG2, ON_GPU,
             )  # fmt: skip
             if num_splits == 1:
                 _store(
-                    to, inside, m, total, acc * v_scale, sink_ptr, g < G, out_scale_ptr, lse_to,
+                    to, inside, m, total, acc * v_scale, sink_ptr, is_head, out_scale_ptr, lse_to,
                     dtype, HAS_SINKS, GIVES_LSE,
                 )  # fmt: skip
             else:
-                at = (entry * (K * G) + kv_head * G + g) * SPLITS + split
+                at = (owner * (K * G) + kv_head * G + g) * SPLITS + split
+                lse = m + tl.log2(total)
+                if Q > 1:  # an entry may see none of these keys
+                    sees = total > 0.0
+                    lse = tl.where(sees, lse, m)
+                    total = tl.where(sees, total, 1.0)
                 out = acc / total[:, None] * v_scale
                 tl.store(partial_ptr + at[:, None] * D + cols, out, mask=inside)
-                tl.store(lse_ptr + at, m + tl.log2(total), mask=g < G)
+                tl.store(lse_ptr + at, lse, mask=is_head)
 
 
 @jit
 def reduce_splits(
-    partial_ptr, lse_ptr, out_ptr, out_lse_ptr, kv_lens_ptr, sinks_ptr, out_scale_ptr, window,
-    dtype: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, out_lse_ptr, kv_lens_ptr, offsets_ptr, sinks_ptr, out_scale_ptr,
+    window,
+    dtype: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, Q: tl.constexpr,
     TILE: tl.constexpr, MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
     IS_ONE_DONE: tl.constexpr, HAS_CHUNKS: tl.constexpr, GIVES_LSE: tl.constexpr,
     PDL: tl.constexpr,
@@ -457,6 +518,8 @@ def reduce_splits(
     head = tl.program_id(0)
     entry = tl.program_id(1).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + entry)  # of the step, as above
+    if Q > 1:  # of the entry that begins the tile
+        kv_len -= tl.load(offsets_ptr + entry) % Q
     wait_for_previous(PDL)
     num_keys = kv_len - first_seen(kv_len, window, HAS_CHUNKS) // TILE * TILE
     num_splits = tl.cdiv(num_keys, span(num_keys, SPLITS, MIN_SPAN, TILE))
@@ -500,6 +563,7 @@ def decode(
     scales: CacheScales | None = None,
     out_scale_1: Tensor | None = None,
     lse_NH: Tensor | None = None,
+    runs: Runs | None = None,
 ) -> None:
     """out[n] = attention of q[n] over the kv_lens[n] cached tokens of row rows[n].
 
@@ -514,14 +578,15 @@ def decode(
     assert q_NHD.stride()[1:] == (head_size, 1) and out_NHD.is_contiguous(), q_NHD.stride()
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
     group = num_heads // num_kv_heads
-    block_g = _tile_heads(group)
-    num_tiles = num_kv_heads * cdiv(group, block_g)  # of heads
+    tile_entries = _tile_entries(group, runs)
+    block_g = _tile_heads(group * tile_entries)
+    num_tiles = num_kv_heads * cdiv(group, block_g // tile_entries)  # of heads
     longest = block_table_RM.shape[1] * block_size
     if params.window is not None:
         max_kv_len, longest = min(max_kv_len, params.window), min(longest, params.window)
     c = config or decode_config(
-        num_heads, num_kv_heads, head_size, k_cache_BKSD.element_size(),
-        load_of(num_entries * num_tiles, longest),
+        num_heads * tile_entries, num_kv_heads, head_size, k_cache_BKSD.element_size(),
+        load_of(cdiv(num_entries, tile_entries) * num_tiles, longest),
     )  # fmt: skip
     is_direct = longest <= c.min_span
     num_splits = min(c.max_splits, cdiv(max_kv_len + c.tile, c.min_span))
@@ -535,16 +600,18 @@ def decode(
     partial, lse = out_NHD, out_NHD  # not used where nothing is split
     gives_lse = lse_NH is not None
     out_lse = out_NHD if lse_NH is None else lse_NH
+    offsets_N = None if runs is None or tile_entries == 1 else runs.offsets_N
     if not is_direct:
         shape = (num_entries, num_heads, c.max_splits)
         partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
     kernel = _decode[(num_tiles, num_entries, 1 if is_direct else num_splits)](
         q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_NHD, partial, lse,
-        rows_N, kv_lens_N, block_table_RM, sinks, out_scale_1, out_lse,
+        rows_N, kv_lens_N, offsets_N, block_table_RM, sinks, out_scale_1, out_lse,
         params.scale * LOG2_E, params.v_scale, window, q_NHD.stride(0), k_cache_BKSD.stride(0),
         0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
-        K=num_kv_heads, G=group, D=head_size, S=block_size, BLOCK_G=block_g, BLOCK_D=block_d,
+        K=num_kv_heads, G=group, D=head_size, S=block_size, Q=tile_entries, BLOCK_G=block_g,
+        BLOCK_D=block_d,
         TILE=c.tile, W=min(c.num_warps, c.tile // 16), MIN_SPAN=c.min_span, SPLITS=c.max_splits,
         DIRECT=is_direct, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
         HAS_SCALES=scales is not None, HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
@@ -554,9 +621,9 @@ def decode(
     set_carveout(kernel, c.carveout)
     if not is_direct and num_splits > 1:
         reduce_splits[(num_heads, num_entries, 1)](
-            partial, lse, out_NHD, out_lse, kv_lens_N, sinks, out_scale_1, window,
+            partial, lse, out_NHD, out_lse, kv_lens_N, offsets_N, sinks, out_scale_1, window,
             dtype=TRITON_DTYPES[q_NHD.dtype], H=num_heads, D=head_size, BLOCK_D=block_d,
-            TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None,
+            Q=tile_entries, TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None,
             IS_ONE_DONE=True, HAS_CHUNKS=params.has_chunks, GIVES_LSE=gives_lse, num_warps=4,
             **launch_options(q_NHD),
         )  # fmt: skip
