@@ -145,20 +145,23 @@ def test_steps_with_drafts_replay_decode_graphs(overlapped):
     """By a stand-in for a pool of graphs that runs anew what would be replayed."""
     runner, scripted, ran = overlapped.runner, overlapped.scripted, []
     graphs = DecodeGraphs(runner.decode_step(COMMON["max_seq_len"]), (2, 6, 12), True, runner._rows)
-    graphs.capture(Repeats())
-    replay = graphs.replay
-    graphs.replay = lambda rows, offsets=None, num_entries=None: (
-        ran.append(offsets) or replay(rows, offsets, num_entries)
-    )
+    step = runner.decode_step(COMMON["max_seq_len"], is_plain=True)
+    plain = DecodeGraphs(step, (4, 8), True, runner._rows, is_plain=True)
+    for kind in (graphs, plain):
+        kind.capture(Repeats())
+        kind.replay = lambda rows, offsets=None, num_entries=None, kind=kind, replay=kind.replay: (
+            ran.append((kind, offsets)) or replay(rows, offsets, num_entries)
+        )
     scripted.spoil = lambda position: (position % (MAX_DRAFTS + 1), position % 3)
-    runner.use_graphs(graphs, None)
+    runner.use_graphs(graphs, None, plain)
     try:
         assert overlapped.drafted(scripted) == overlapped.expected
     finally:
-        runner._graphs = None
-    assert any(offsets is None for offsets in ran)
+        runner.use_graphs(None, None)
+    with_drafts = {kind for kind, offsets in ran if offsets is not None}
+    assert plain in (kind for kind, _ in ran)
     has_states = not all(runner._rows._is_paged)
-    assert any(offsets is not None for offsets in ran) == (not has_states)
+    assert with_drafts == (set() if has_states else {graphs})
 
 
 def test_drafts_of_ngrams_give_the_same_tokens(synchronous):

@@ -21,6 +21,7 @@ from op_cases import (
     OP_CASES,
     AttentionCase,
     decodes,
+    drafted,
     experts_case,
     make_attention,
     prefills,
@@ -145,6 +146,8 @@ def compile_attention(device: torch.device) -> None:
         AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, fp8=True),
         AttentionCase(((1, 300), (50, 90)), 1, head_size=128, num_heads=8, int8=True),
         decodes(*[40] * 300, head_size=128, num_heads=16, int8=True),
+        drafted((40, 4), (700, 3), head_size=128, num_heads=8),
+        drafted(*[(40, 4)] * 300, head_size=128, num_heads=8, fp8=True),
         AttentionCase(((1, 300), (50, 90)), 1, head_size=96, num_heads=6, block_size=32),
         *sink_cases((40, 700), ((50, 90),), 128),
         AttentionCase(

@@ -25,7 +25,10 @@ def capture_graphs(
     timeline: Timeline,
 ) -> None:
     """Graphs of the largest step first: the smaller ones live in its memory."""
-    num_graphs = len(config.graph_batch_sizes) + len(shapes_at_start(config))
+    drafting = runner.drafting
+    has_plain = rows.decode_width > 1 or drafting.reads_hidden
+    plain_sizes = plain_graph_sizes(config) if has_plain else ()
+    num_graphs = len(config.graph_batch_sizes) + len(plain_sizes) + len(shapes_at_start(config))
     num_graphs *= len(rows.graph_kinds)
     with timeline.phase(f"capture {num_graphs} graphs"):
         before, pool = _taken_bytes(), GraphPool()
@@ -35,12 +38,22 @@ def capture_graphs(
             runner.decode_step(max_kv_len), config.graph_batch_sizes, config.graph_padding, rows
         )
         graphs.capture(pool)
-        runner.drafting.capture(pool, config, max_kv_len)
-        runner.use_graphs(graphs, mixed)
+        plain = None
+        if plain_sizes:
+            step = runner.decode_step(max_kv_len, is_plain=True)
+            plain = DecodeGraphs(step, plain_sizes, config.graph_padding, rows, is_plain=True)
+            plain.capture(pool)
+        drafting.capture(pool, config, max_kv_len)
+        runner.use_graphs(graphs, mixed, plain)
         if config.mesh.size == 1:  # ranks would have to capture at the same time
             runner.when_idle = IdleCapture(mixed).turn
         taken = _taken_bytes() - before
     _log.info("graphs took %.2f GiB, %.2f GiB were planned", taken / 2**30, planned_bytes / 2**30)
+
+
+def plain_graph_sizes(config: RunConfig) -> tuple[int, ...]:
+    """Of steps without drafts."""
+    return tuple(size for size in config.graph_batch_sizes if size <= config.max_batch_size)
 
 
 def _taken_bytes() -> int:

@@ -1,8 +1,9 @@
 """CUDA graphs: steps captured once per size and replayed with new inputs.
 
 `DecodeGraphs` have a size per number of tokens, drafted ones included, and take row numbers alone
-(and how far a drafted token is behind its row's last one). Steps with prompts are in
-`mixed_graphs.py`.
+(and how far a drafted token is behind its row's last one). Where there are drafts, steps that
+neither feed them nor tell a drafter have plain graphs of their own, which are those of a server
+without drafts. Steps with prompts are in `mixed_graphs.py`.
 """
 
 # N entries of a captured size, L of them with logits, V vocabulary
@@ -28,10 +29,11 @@ features; builds everything on the device and waits for nothing."""
 T = TypeVar("T")
 
 
-def decode_inputs(rows: Rows, size: int) -> Tensor:
+def decode_inputs(rows: Rows, size: int, is_plain: bool = False) -> Tensor:
     """Of a step of padding alone, from which one is captured: rows, and where graphs take drafts
     behind them how far each token is from its row's last one."""
-    inputs = torch.zeros(size * rows.decode_width, dtype=torch.int32, device=rows.device)
+    width = 1 if is_plain else rows.decode_width
+    inputs = torch.zeros(size * width, dtype=torch.int32, device=rows.device)
     inputs[:size] = rows.padding_row
     return inputs
 
@@ -136,8 +138,17 @@ def captured_size(sizes: NDArray[np.int64], count: int, may_pad: bool) -> int | 
 
 
 class DecodeGraphs:
-    def __init__(self, step: GraphStep, sizes: tuple[int, ...], may_pad: bool, rows: Rows) -> None:
+    def __init__(
+        self,
+        step: GraphStep,
+        sizes: tuple[int, ...],
+        may_pad: bool,
+        rows: Rows,
+        is_plain: bool = False,
+    ) -> None:
         self._step = step
+        self._is_plain = is_plain
+        self._width = 1 if is_plain else rows.decode_width
         self._sizes = np.array(sorted(sizes), np.int64)
         self._may_pad = may_pad
         self._rows = rows
@@ -146,7 +157,7 @@ class DecodeGraphs:
     def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
             for has_fields in self._rows.graph_kinds:
-                inputs = decode_inputs(self._rows, size)
+                inputs = decode_inputs(self._rows, size, self._is_plain)
                 self._captured[size, has_fields] = pool.capture(self._step, inputs, has_fields)
 
     def fits(self, num_entries: int) -> bool:
@@ -154,7 +165,7 @@ class DecodeGraphs:
 
     @property
     def takes_drafts(self) -> bool:
-        return self._rows.decode_width > 1
+        return self._width > 1
 
     def replay(
         self, rows: Int32s, offsets: Int32s | None = None, num_entries: int | None = None
@@ -163,7 +174,7 @@ class DecodeGraphs:
         `num_entries`: of the rank with most, all ranks replay the same graph; None: as many."""
         size = self._padded(len(rows) if num_entries is None else num_entries)
         assert size is not None and len(rows) <= size, (len(rows), size)
-        padded = np.zeros((self._rows.decode_width, size), np.int32)
+        padded = np.zeros((self._width, size), np.int32)
         padded[0] = self._rows.padding_row
         padded[0, : len(rows)] = rows
         if offsets is not None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.forward_batch import DraftedSpans, ForwardBatch
+from penstock.kernels.forward_batch import DraftedSpans, ForwardBatch, Runs
 from penstock.kernels.gather import decode_inputs
 from penstock.kernels.transfer import to_device
 from penstock.runtime.batch_fields import BatchField
@@ -201,6 +201,7 @@ class Rows:
             chunk_lens=tuple(counts[num_decodes:].tolist()),
             rows=plan.rows,
             is_grown=is_grown,
+            has_drafts=True,
             drafted=None
             if all(self._is_paged)
             else DraftedSpans(
@@ -239,6 +240,7 @@ class Rows:
             max_query_len=shape.num_prompt_tokens,
             max_kv_len=max_kv_len,
             rows=rows,
+            has_drafts=self.decode_width > 1,
         )
         self.lengths_R[self.padding_row :].zero_()
         return batch, logit_entries_N.long()
@@ -279,6 +281,7 @@ class Rows:
         chunk_lens: tuple[int, ...] | None = None,
         rows: Int32s | None = None,
         is_grown: bool = False,
+        has_drafts: bool = False,
         drafted: DraftedSpans | None = None,
     ) -> ForwardBatch:
         """From the arrays of `_host_arrays`. Rows are as long as their entries say from here on;
@@ -288,6 +291,7 @@ class Rows:
         is_prompt_N = starts_N >= 0
         index_N = grown = rows_N.long()
         own_firsts_N, own_ids_N = self.lengths_R[index_N], self.last_tokens_R[index_N]
+        runs = None
         if is_grown:
             own_firsts_N = own_firsts_N - 1
         if self.drafts_RK.shape[1]:
@@ -295,6 +299,8 @@ class Rows:
             own_firsts_N = own_firsts_N + offsets_N
             own_ids_N = self._ids_behind(index_N, offsets_N)
             grown = torch.where(offsets_N > 0, self.padding_row, index_N)
+            if has_drafts:
+                runs = self._runs(offsets_N)
         firsts_N = torch.where(is_prompt_N, starts_N, own_firsts_N)
         entries = entries_T.long()
         rows_T = index_N[entries]
@@ -321,9 +327,13 @@ class Rows:
                 cached_lens=cached_lens,
                 chunk_lens=chunk_lens,
                 drafted=drafted,
+                runs=runs,
             ),
             rows,
         )
+
+    def _runs(self, offsets_N: Tensor) -> Runs:
+        return Runs(offsets_N, 1 + self.drafts_RK.shape[1])
 
     def build_decode(self, rows: Int32s, max_kv_len: int) -> StepInputs:
         """The same for a step of decodes only, where row numbers are all the host sends."""
@@ -380,6 +390,7 @@ class Rows:
                 num_decodes=num_entries,
                 max_query_len=1,
                 max_kv_len=max_kv_len,
+                runs=None if offsets_N is None else self._runs(offsets_N),
             ),
             rows,
         )

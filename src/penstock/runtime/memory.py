@@ -145,11 +145,13 @@ def _gathered_bytes(config: RunConfig, groups: Sequence[LayerGroup]) -> int:
 
 def _graph_bytes(config: RunConfig, activations: int, num_layers: int) -> int:
     """Graphs share the memory of the largest; the nodes of mixes come on top, those that are
-    captured when idle included."""
+    captured when idle included, and with drafts those of decodes."""
     largest = max(config.graph_batch_sizes[-1], *config.graph_token_sizes, 0)
     share = min(1.0, largest / config.max_num_tokens)
     largest_mix = max(map(sum, config.graph_mixes), default=0)  # may be padded beyond a step
     num_mixes = len(config.graph_mixes) + len(config.graph_mixes_when_idle)
+    if config.drafting is not None:  # plain steps have graphs of their own
+        num_mixes += len(config.graph_batch_sizes)
     if config.lora is not None:
         num_mixes *= 2  # steps without adapters have their own
     activations = int(activations * max(share, largest_mix / config.max_num_tokens))

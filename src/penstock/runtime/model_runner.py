@@ -73,6 +73,7 @@ class ModelRunner:
         self._pooler = Pooler()
         self._mesh = mesh
         self._graphs: DecodeGraphs | None = None
+        self._plain_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._cpu_graphs: DecodeCpuGraphs | None = None
         self._forwarded: dict[int, _Forwarded] = {}
@@ -82,8 +83,15 @@ class ModelRunner:
         self.before_steps: list[Callable[[], None]] = []  # the same on all ranks
         self.costs: StepCosts | None = None  # where it was measured what drafts cost
 
-    def use_graphs(self, graphs: DecodeGraphs, mixed_graphs: MixedGraphs) -> None:
-        self._graphs = graphs
+    def use_graphs(
+        self,
+        graphs: DecodeGraphs,
+        mixed_graphs: MixedGraphs,
+        plain_graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """`plain_graphs`: for steps that neither feed drafts nor tell a drafter; None: `graphs` are
+        as plain as these."""
+        self._graphs, self._plain_graphs = graphs, plain_graphs
         self._mixed_graphs = mixed_graphs
 
     def use_cpu_graphs(self, max_kv_len: int) -> None:
@@ -140,6 +148,10 @@ class ModelRunner:
             return self._replayed_mix(plan, plan, mixed.replay(plan, load))
         if graphs is None or load.is_eager or not graphs.fits(load.num_decodes):
             return None
+        plain = self._plain_graphs
+        needs_hidden = self.drafting.reads_hidden and self.drafting.follows(plan)
+        if plain is not None and not needs_hidden and plain.fits(load.num_decodes):
+            graphs = plain
         outputs = graphs.replay(plan.rows, None, load.num_decodes)
         return self._replayed(plan, plan.rows, outputs)
 
@@ -300,16 +312,20 @@ class ModelRunner:
 
         return step
 
-    def decode_step(self, max_kv_len: int) -> GraphStep:
-        """A step of decodes: everything from row numbers to logits."""
-        has_offsets = self._rows.decode_width > 1
+    def decode_step(self, max_kv_len: int, is_plain: bool = False) -> GraphStep:
+        """A step of decodes: everything from row numbers to logits. `is_plain`: without drafts, and
+        nothing for a drafter."""
+        has_offsets = self._rows.decode_width > 1 and not is_plain
 
         @torch.inference_mode()
         def step(inputs: Tensor, has_fields: bool) -> Outputs:
             rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
             rows = None if has_fields else _NO_ROWS
             batch = self._rows.decode_batch(rows_N, max_kv_len, rows, offsets_N)
-            hidden_ND, hidden_NE = self._hidden(batch)
+            if is_plain:
+                hidden_ND, hidden_NE = self._model(batch), None
+            else:
+                hidden_ND, hidden_NE = self._hidden(batch)
             return self._model.logits(hidden_ND), batch.kv_lens_N, rows_N.long(), hidden_NE
 
         return step

@@ -4,6 +4,7 @@ Which kernel is launched depends on the number of tokens, so there are steps of 
 makes a difference (`profile_steps.py`), on one layer of each kind.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,11 +57,12 @@ def run_decodes(
     runner: ModelRunner, model: Decoder, rows: Rows, max_kv_len: int, sizes: Sequence[int]
 ) -> None:
     """Decode steps of so many sequences, outside graphs."""
-    step = runner.decode_step(max_kv_len)
+    kinds = (False, True) if rows.decode_width > 1 else (False,)  # plain ones take other kernels
     with model.shortened():
-        for size in sizes:
+        for size, is_plain in itertools.product(sizes, kinds):
             for has_fields in rows.graph_kinds:
-                step(decode_inputs(rows, size), has_fields)
+                step = runner.decode_step(max_kv_len, is_plain)
+                step(decode_inputs(rows, size, is_plain), has_fields)
 
 
 def run_padded(

@@ -414,13 +414,12 @@ def _decode(
     # Of the step, not of the layer: written before any kernel that lets others start early.
     if Q > 1:
         offset = tl.load(offsets_ptr + entry)
-    else:
-        offset: tl.constexpr = 0
     kv_len = tl.load(kv_lens_ptr + entry)
     row = tl.load(rows_ptr + entry).to(tl.int64)
     wait_for_previous(PDL)
-    if offset % Q != 0:
-        return
+    if Q > 1:  # noqa: SIM102
+        if offset % Q != 0:
+            return
     seen_from = first_seen(kv_len, window, HAS_CHUNKS)
     first = seen_from // TILE * TILE
 
@@ -623,9 +622,9 @@ def decode(
         reduce_splits[(num_heads, num_entries, 1)](
             partial, lse, out_NHD, out_lse, kv_lens_N, offsets_N, sinks, out_scale_1, window,
             dtype=TRITON_DTYPES[q_NHD.dtype], H=num_heads, D=head_size, BLOCK_D=block_d,
-            Q=tile_entries, TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits, HAS_SINKS=sinks_H is not None,
-            IS_ONE_DONE=True, HAS_CHUNKS=params.has_chunks, GIVES_LSE=gives_lse, num_warps=4,
-            **launch_options(q_NHD),
+            Q=tile_entries, TILE=c.tile, MIN_SPAN=c.min_span, SPLITS=c.max_splits,
+            HAS_SINKS=sinks_H is not None, IS_ONE_DONE=True, HAS_CHUNKS=params.has_chunks,
+            GIVES_LSE=gives_lse, num_warps=4, **launch_options(q_NHD),
         )  # fmt: skip
 
 
