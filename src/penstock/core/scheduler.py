@@ -46,10 +46,12 @@ class Scheduler:
         max_in_flight_per_sequence: int | None = None,
         chunk_limit: Callable[[int, int], int] | None = None,
         drafts_per_decode: Callable[[Seq[Sequence]], Lengths] | None = None,
+        micro_batch: Callable[[list[Sequence], Seq[Sequence]], list[Sequence]] | None = None,
     ) -> None:
         """`max_in_flight_per_sequence`: of decodes. `chunk_limit`: the most prompt tokens of a step
         that also decodes, by the sequences that wait for a first token and could have it, and by
-        those that decode. `drafts_per_decode`: the most drafts of each decode."""
+        those that decode. `drafts_per_decode`: the most drafts of each decode. `micro_batch`: which
+        of the sequences that could decode do, by those and all that run; None: all of them."""
         self._config = config
         self._kvs = tuple(kvs)
         self._placement = Placement(self._kvs, config.balance)
@@ -62,6 +64,7 @@ class Scheduler:
                 config.max_drafts, math.inf, None, config.max_batch_size, len(kvs)
             ).of
         )
+        self._micro_batch = micro_batch or (lambda ready, running: ready)
         self._gates: list[Gate] = []
         self._followers: list[Follower] = []
         self._refused: list[TokenDelta] = []  # by gates, until they are taken
@@ -175,8 +178,7 @@ class Scheduler:
 
     def _plan_decodes(self, builder: PlanBuilder) -> Lengths:
         ready = [seq for seq in self._running if self._may_decode(seq)]
-        if self._config.mesh.pp > 1:
-            ready = self._micro_batch(ready)
+        ready = self._micro_batch(ready, self._running)
         spare = builder.budgets.copy()  # for drafts: what every decode's own token leaves
         for seq in ready:
             spare[seq.dp_rank] -= 1
@@ -206,19 +208,6 @@ class Scheduler:
         num_prefilling = sum(seq.is_prefilling for seq in self._running)
         num_new = num_prefilling + min(len(self._waiting), sum(map(len, self._free_rows)))
         return self._chunk_limit(num_new, len(self._running) - num_prefilling)
-
-    def _micro_batch(self, ready: list[Sequence]) -> list[Sequence]:
-        """An equal part of each rank's decodes: those of others fill the other stages."""
-        left = [0] * len(self._kvs)
-        for seq in self._running:
-            left[seq.dp_rank] += not seq.is_prefilling
-        left = [-(-num // self._config.mesh.pp) for num in left]
-        taken = []
-        for seq in ready:
-            if left[seq.dp_rank]:
-                left[seq.dp_rank] -= 1
-                taken.append(seq)
-        return taken
 
     def _may_decode(self, seq: Sequence) -> bool:
         is_free = seq.num_in_flight < self._max_in_flight

@@ -19,6 +19,7 @@ from penstock.core.drafts import DraftsPerDecode
 from penstock.core.gates import LeaderGate
 from penstock.core.kv.manager import KVManager
 from penstock.core.loop import EngineLoop, Executor
+from penstock.core.micro_batches import MicroBatches
 from penstock.core.scheduler import Scheduler
 from penstock.engine.adapters import Adapters, EquippedExecutor
 from penstock.engine.cache_groups import cache_group
@@ -174,6 +175,9 @@ class Engine:
             counters,
             # What a decode feeds comes back from the last stage by way of the host.
             max_in_flight_per_sequence=1 if config.mesh.pp > 1 else None,
+            micro_batch=MicroBatches(config.mesh.pp, config.mesh.dp).of
+            if config.mesh.pp > 1
+            else None,
             chunk_limit=chunk_limit.of_step,
             drafts_per_decode=self.drafts.of,
         )

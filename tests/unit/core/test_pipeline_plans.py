@@ -44,7 +44,6 @@ def test_no_stage_waits_while_there_is_load(num_stages):
         num_blocks=400, max_batch_size=32, max_num_tokens=64, depth=num_stages,
         mesh=MeshShape(pp=num_stages),
     )  # fmt: skip
-    engine.scheduler._max_in_flight = 1  # as the engine sets it for stages
     device = TimedStages(num_stages, 1, 4)
     engine.device = engine.loop._executor = device
     for i in range(32):
@@ -62,7 +61,6 @@ def test_no_stage_waits_while_there_is_load(num_stages):
 def test_the_chunks_of_a_prompt_follow_each_other_through_the_stages():
     config = run_config()
     engine = Engine(num_blocks=40, depth=4, mesh=MeshShape(pp=4))
-    engine.scheduler._max_in_flight = 1
     device = TimedStages(4, 1, config.tokens_per_block)
     engine.device = engine.loop._executor = device
     engine.submit(range(1, 41), max_tokens=2)  # five chunks of eight, then a decode
