@@ -27,14 +27,14 @@ from local_engine import LocalEngine  # noqa: E402
 
 from penstock.engine import engine as engine_module  # noqa: E402
 from penstock.ipc.process import Child  # noqa: E402
-from penstock.runtime import ranks  # noqa: E402
+from penstock.runtime import local_ranks  # noqa: E402
 
 
 def two_ranks_on_one_gpu() -> None:
     use_gloo()
     probe = engine_module.probe
     engine_module.probe = lambda: replace(probe(), num_devices=2)
-    ranks.Child = lambda module, *args, **kwargs: Child("gloo_worker", *args, **kwargs)
+    local_ranks.Child = lambda module, *args, **kwargs: Child("gloo_worker", *args, **kwargs)
 
 
 def main() -> None:

@@ -87,6 +87,10 @@ class RankMesh:
         if not on_gpu and sys.platform == "linux":
             # Unless they are on several machines; gloo would resolve its host name, which may fail.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if with_one_shot:
+            # The kernel reads each rank's memory by its address. What torch sets up beside that,
+            # through the switch, is not needed, and fails or hangs where the driver refuses it.
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         host, _, port = init_address.rpartition(":")
         # Not by the address: within torchrun that would mean the store of its agent.
         store = dist.TCPStore(
@@ -115,6 +119,11 @@ class RankMesh:
     def is_sampling_rank(self) -> bool:
         """Whether this rank chooses tokens; the others of its role `vocab` receive them."""
         return self.shape.is_sampling_rank(self.rank)
+
+    @property
+    def is_only_stage(self) -> bool:
+        """Whether every rank that runs a step samples for it, or is told by one that does."""
+        return self.shape.pp == 1
 
     @property
     def is_last_stage(self) -> bool:

@@ -3,7 +3,8 @@
 Between ranks (`one_shot`) it first puts this rank's row where the others read it, and meets the
 programs of the same row on the others, before and behind the sum. They meet by flags: a rank sets
 its flag at each other rank and clears those that are set at its own. So a launch is the whole
-all-reduce; in a CUDA graph, too, since every flag is clear behind it.
+all-reduce; in a CUDA graph, too, since every flag is clear behind it. A rank that never comes does
+not keep the GPU for ever: the launch fails after `_MAX_POLLS`.
 
 Legend: R ranks, T tokens, D hidden size.
 """
@@ -19,26 +20,37 @@ from penstock.kernels.op import arch
 from penstock.kernels.sizes import next_power_of_2
 
 MAX_D = 16384  # one program holds a whole row in registers
+# Some minutes, as NCCL would wait: a rank may be loading, or compiling.
+_MAX_POLLS = 1 << 28
 
 
 @triton.jit
-def _meet(flags_ptr, row, rank, R: tl.constexpr):
+def _change(flag_ptr, before: tl.constexpr, after: tl.constexpr, sem: tl.constexpr, max_polls):
+    """Wait until the flag is `before`, and make it `after`."""
+    polls = 0
+    while tl.atomic_cas(flag_ptr, before, after, sem=sem, scope="sys") != before:
+        polls += 1
+        # Nobody may write there: the launch ends with an illegal address.
+        nowhere = tl.cast(polls.to(tl.int64) * 0, tl.pointer_type(tl.int32))
+        tl.store(nowhere, 0, mask=polls > max_polls)
+
+
+@triton.jit
+def _meet(flags_ptr, row, rank, max_polls, R: tl.constexpr):
     """What any of these programs stored before is seen by all of them behind it."""
     tl.debug_barrier()
     for other in tl.static_range(R):
         theirs = tl.load(flags_ptr + other).to(tl.pointer_type(tl.int32)) + row * R + rank
-        while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
-            pass
+        _change(theirs, 0, 1, "release", max_polls)
     own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + row * R
     for other in tl.static_range(R):
-        while tl.atomic_cas(own + other, 1, 0, sem="acquire", scope="sys") != 1:
-            pass
+        _change(own + other, 1, 0, "acquire", max_polls)
     tl.debug_barrier()
 
 
-@jit(do_not_specialize=["rank"])
+@jit(do_not_specialize=["rank", "max_polls"])
 def _one_shot(
-    x_ptr, parts_ptr, flags_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, rank,
+    x_ptr, parts_ptr, flags_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, rank, max_polls,
     stride_x, stride_residual, eps,
     R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_SHARED: tl.constexpr,
@@ -52,14 +64,14 @@ def _one_shot(
     if IS_SHARED:
         own = tl.load(parts_ptr + rank).to(tl.pointer_type(dtype)) + row * D
         tl.store(own + cols, tl.load(x_ptr + row * stride_x + cols, mask=inside), mask=inside)
-        _meet(flags_ptr, row, rank, R)
+        _meet(flags_ptr, row, rank, max_polls, R)
     total = tl.zeros([BLOCK_D], tl.float32)
     for other in tl.static_range(R):
         part = tl.load(parts_ptr + other).to(tl.pointer_type(dtype)) + row * D
         # Volatile: it may not come from a cache that knows nothing of the other GPUs.
         total += tl.load(part + cols, mask=inside, other=0.0, volatile=True).to(tl.float32)
     if IS_SHARED:
-        _meet(flags_ptr, row, rank, R)
+        _meet(flags_ptr, row, rank, max_polls, R)
     if HAS_NORM:
         residual = tl.load(residual_ptr + row * stride_residual + cols, mask=inside, other=0.0)
         total = (total + residual.to(tl.float32)).to(dtype)
@@ -70,7 +82,9 @@ def _one_shot(
     tl.store(sum_ptr + row * D + cols, total.to(dtype), mask=inside)
 
 
-def _launch(x_TD, parts_R, flags_R, residual_TD, weight_D, eps, rank, is_shared):
+def _launch(
+    x_TD, parts_R, flags_R, residual_TD, weight_D, eps, rank, is_shared, max_polls=_MAX_POLLS
+):
     num_tokens, size = x_TD.shape
     has_norm = residual_TD is not None
     sum_TD = torch.empty((num_tokens, size), dtype=x_TD.dtype, device=x_TD.device)
@@ -79,7 +93,7 @@ def _launch(x_TD, parts_R, flags_R, residual_TD, weight_D, eps, rank, is_shared)
     if num_tokens:
         _one_shot[(num_tokens,)](
             x_TD, parts_R, flags_R, residual_TD if has_norm else x_TD,
-            weight_D if has_norm else x_TD, out_TD, sum_TD, rank,
+            weight_D if has_norm else x_TD, out_TD, sum_TD, rank, max_polls,
             x_TD.stride(0), residual_TD.stride(0) if has_norm else 0, eps,
             R=parts_R.shape[0], D=size, BLOCK_D=block, HAS_NORM=has_norm, IS_SHARED=is_shared,
             num_warps=max(1, min(16, block // 512)),
@@ -93,15 +107,16 @@ def one_shot(
     flags_R: Tensor,
     rank: int,
     norm: tuple[Tensor, Tensor, float] | None,
+    max_polls: int = _MAX_POLLS,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(sum + residual), sum + residual) with `norm` (residual, weight, eps), else the sum,
     twice; sum is that of `x_TD` over the ranks.
 
     `parts_R`, `flags_R`: addresses of what all ranks see, for each rank T x D numbers, and T x R
-    flags (int32) that are zero.
+    flags (int32) that are zero. `max_polls`: of each flag, after which the launch fails.
     """
     residual_TD, weight_D, eps = norm or (None, None, 0.0)
-    return _launch(x_TD, parts_R, flags_R, residual_TD, weight_D, eps, rank, True)
+    return _launch(x_TD, parts_R, flags_R, residual_TD, weight_D, eps, rank, True, max_polls)
 
 
 def _fits(parts_RTD: Tensor) -> bool:
