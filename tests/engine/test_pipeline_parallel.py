@@ -7,6 +7,7 @@ from rank_engines import RankEngines
 
 from penstock.types.mesh import stage_layers
 
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
 CASES = {
     "gpt_oss, 2 stages of 2 ranks": (
         "gpt_oss",
@@ -14,7 +15,12 @@ CASES = {
     ),
     "deepseek_v3, 2 stages of 2 data-parallel ranks": (
         "deepseek_v3",
-        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_attention_dp": True},
+        {
+            "pipeline_parallel_size": 2,
+            "tensor_parallel_size": 2,
+            "enable_attention_dp": True,
+            "speculative_config": NGRAM,
+        },
     ),
 }
 

@@ -100,6 +100,7 @@ def resolve(
     mesh = choices.add("mesh", _mesh(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
     drafting = _drafting(config, spec, choices, draft)
+    _check_drafting_stages(config, spec, drafting)
     cached_spec = spec.with_mtp_layer() if isinstance(drafting, MTPDrafting) else spec
     graph_batch_sizes = choices.add(
         "graph_batch_sizes",
@@ -290,12 +291,6 @@ def _check_stages(config: EngineConfig, spec: ModelSpec) -> None:
             f"pipeline_parallel_size is {num_stages}, but the model has {spec.num_layers} layers; "
             "a stage has one at least"
         )
-    if config.speculative_config is not None:
-        raise ConfigError(
-            f"pipeline_parallel_size {num_stages} and speculative_config cannot be combined yet: "
-            "drafts are made where tokens are sampled, which is the last stage; leave one of the "
-            "two out"
-        )
 
     def remembered(layers: range) -> set[int | str | None]:
         has_state = spec.delta.layers if spec.delta is not None else (False,) * spec.num_layers
@@ -308,6 +303,30 @@ def _check_stages(config: EngineConfig, spec: ModelSpec) -> None:
                 f"{number} has {len(layers)}, which do not have all kinds of cache that the model "
                 "has; use fewer stages"
             )
+
+
+def _check_drafting_stages(
+    config: EngineConfig, spec: ModelSpec, drafting: Drafting | None
+) -> None:
+    num_stages = config.pipeline_parallel_size
+    if num_stages == 1 or drafting is None or config.speculative_config is None:
+        return
+    why, kind = "", config.speculative_config.decoding_type
+    if not isinstance(drafting, NGramDrafting):
+        why = (
+            "drafts are made on the last stage, which has neither the embedding nor a cache for "
+            "layers that draft; use decoding_type NGram, or leave one of the two out"
+        )
+    elif spec.delta is not None:
+        why = (
+            "recurrent layers of earlier stages would go on before it is known which drafts count; "
+            "leave one of the two out"
+        )
+    if why:
+        raise ConfigError(
+            f"pipeline_parallel_size {num_stages} and speculative_config ({kind}) cannot be "
+            f"combined yet: {why}"
+        )
 
 
 def _check_context(config: EngineConfig, spec: ModelSpec) -> None:

@@ -121,11 +121,6 @@ class RankMesh:
         return self.shape.is_sampling_rank(self.rank)
 
     @property
-    def is_only_stage(self) -> bool:
-        """Whether every rank that runs a step samples for it, or is told by one that does."""
-        return self.shape.pp == 1
-
-    @property
     def is_last_stage(self) -> bool:
         return self.coordinate("pp") == self.shape.pp - 1
 

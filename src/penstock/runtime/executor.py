@@ -85,13 +85,13 @@ class RankExecutor:
         self._results = results
         self._plans: dict[int, tuple[StepPlan, list[RankPart]]] = {}  # forwarded, not yet sampled
         self._failed: dict[int, FailedStep] = {}
-        # By data-parallel rank and row.
-        self._last_tokens: dict[tuple[int, int], int] = {}
+        # By data-parallel rank and row: the last token, and what is drafted behind it.
+        self._newest: dict[tuple[int, int], Int32s] = {}
         self._read: set[tuple[int, int]] = set()
 
     def forward(self, plan: StepPlan) -> None:
         if self._shape.pp > 1:
-            plan = replace(plan, last_tokens=self._fed(plan))
+            plan = replace(plan, decode_tokens=self._fed(plan))
         parts = split_plan(plan, self._shape.dp, self._reads_states(plan))
         for peer, dp_rank in zip(self._peers, self._dp_ranks[1:], strict=True):
             peer.send(Forward(plan=parts[dp_rank].plan))
@@ -135,17 +135,25 @@ class RankExecutor:
         return bool(self._read) and not self._read.isdisjoint(places)
 
     def _fed(self, plan: StepPlan) -> Int32s:
-        """The tokens that the plan's decodes go on from: their last steps have committed."""
+        """What the plan's decodes go on from: their last steps have committed."""
         decodes = slice(plan.num_decodes)
         places = zip(plan.dp_ranks[decodes].tolist(), plan.rows[decodes].tolist(), strict=True)
-        return np.array([self._last_tokens[place] for place in places], np.int32)
+        newest = [self._newest[place] for place in places]
+        width = max((len(ids) for ids in newest), default=1)
+        fed = np.full((len(newest), width), -1, np.int32)
+        for own, ids in zip(fed, newest, strict=True):
+            own[: len(ids)] = ids
+        return fed
 
     def _remember(self, plan: StepPlan, result: StepResult) -> None:
         if self._shape.pp == 1:
             return
-        for i in np.flatnonzero(result.num_accepted).tolist():
-            place = int(plan.dp_ranks[i]), int(plan.rows[i])
-            self._last_tokens[place] = int(result.token_ids[i, result.num_accepted[i] - 1])
+        sampled = np.flatnonzero(result.num_accepted)
+        newest = result.token_ids[sampled, result.num_accepted[sampled] - 1][:, None]
+        if result.draft_ids is not None:
+            newest = np.append(newest, result.draft_ids[sampled], axis=1)
+        places = zip(plan.dp_ranks[sampled].tolist(), plan.rows[sampled].tolist(), strict=True)
+        self._newest.update(zip(places, newest, strict=True))
 
     def _give_up(self, plan: StepPlan, error: torch.OutOfMemoryError) -> FailedStep:
         if self._peers:  # the other ranks are in the middle of the step: nothing can be saved

@@ -136,10 +136,8 @@ class Rows:
             self._prefill_ids[join.row] = join.token_ids
         for field in self._fields:
             field.join(plan.joins)
-        if plan.last_tokens is not None and plan.num_decodes:
-            fed = [plan.rows[: plan.num_decodes], plan.last_tokens]
-            rows, token_ids = all_to_device(fed, self.device)
-            self.accept(rows.long(), token_ids.long())
+        if plan.decode_tokens is not None and plan.num_decodes:
+            self._take_over(plan, plan.decode_tokens)
         growth = plan.growth
         for group, table_RM in enumerate(self.block_tables):
             own = growth.groups == group
@@ -149,6 +147,18 @@ class Rows:
             packed = np.concatenate((places.view(np.int32), growth.block_ids[own]))  # one copy
             places_P2, block_ids_P = to_device(packed, self.device).tensor_split([2 * len(places)])
             table_RM.view(-1).index_copy_(0, places_P2.view(torch.int64), block_ids_P)
+
+    def _take_over(self, plan: StepPlan, tokens_NW: Int32s) -> None:
+        """What other ranks have drawn and drafted for the decodes, and how long that makes them."""
+        decodes = slice(plan.num_decodes)
+        lengths = plan.max_kv_lens[decodes] - plan.num_tokens[decodes]
+        arrays = [plan.rows[decodes], lengths, tokens_NW.ravel()]
+        rows, lengths_N, flat_ids = all_to_device(arrays, self.device)
+        rows_N, ids_NW = rows.long(), flat_ids.long().view(len(rows), -1)
+        self.accept(rows_N, ids_NW[:, 0])
+        self.lengths_R.index_copy_(0, rows_N, lengths_N)
+        if ids_NW.shape[1] > 1:
+            self.drafts_RK.index_copy_(0, rows_N, ids_NW[:, 1:])
 
     def build(self, plan: StepPlan, *, is_grown: bool = False) -> StepInputs:
         """The tensors of a step with any mix of prompt chunks and decodes. `is_grown`: once more,

@@ -101,6 +101,10 @@ class ModelRunner:
         self.drafting.use_cpu_graphs(max_kv_len)
 
     @property
+    def device(self) -> torch.device:
+        return self._rows.device
+
+    @property
     def device_bytes(self) -> int:
         """Device memory this process has taken, at most a second ago; 0 on a CPU."""
         if self._rows.device.type != "cuda":

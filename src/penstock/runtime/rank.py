@@ -138,7 +138,8 @@ def wire_runner(
         num_positions,
         (mesh.role("context").rank, mesh.role("context").size),
     )
-    drafter = make_drafter(config, model, rows, device)
+    # Drafts are made where tokens are drawn.
+    drafter = make_drafter(config, model, rows, device) if mesh.is_last_stage else None
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
     plugins = config.logits_processors
     relaxed = None if config.drafting is None else config.drafting.relaxed

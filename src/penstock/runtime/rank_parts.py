@@ -81,7 +81,9 @@ def _part(plan: StepPlan, rank: int, entries: NDArray[np.int64]) -> StepPlan:
         num_logit_rows=plan.num_logit_rows[entries],
         max_kv_lens=plan.max_kv_lens[entries],
         num_decodes=num_decodes,
-        last_tokens=None if plan.last_tokens is None else plan.last_tokens[entries[:num_decodes]],
+        decode_tokens=None
+        if plan.decode_tokens is None
+        else plan.decode_tokens[entries[:num_decodes]],
     )
 
 

@@ -598,16 +598,18 @@ def test_stages_have_a_step_each_and_ranks_of_their_own():
         ({"tp_size": 8, "pp_size": 2},
          "tensor_parallel_size 8 x pipeline_parallel_size 2 = 16 ranks, but there are 8 GPUs"),
         ({"pp_size": 5}, "pipeline_parallel_size is 5, but the model has 4 layers"),
-        ({"pp_size": 2, "speculative_config": {"decoding_type": "NGram", "max_draft_len": 2}},
-         "pipeline_parallel_size 2 and speculative_config cannot be combined yet"),
+        ({"pp_size": 2, "speculative_config": {"decoding_type": "MTP"}},
+         "pipeline_parallel_size 2 and speculative_config (MTP) cannot be combined yet: drafts are "
+         "made on the last stage"),
         ({"pp_size": 4}, "of 4 layers stage 0 has 1, which do not have all kinds of cache"),
     ],
 )  # fmt: skip
 def test_stages_that_cannot_be_are_refused(asked, message):
-    spec = make_spec(num_layers=4, layer_windows=(16, None, 16, None))
+    spec = make_spec(num_layers=4, layer_windows=(16, None, 16, None), num_nextn_predict_layers=1)
     with pytest.raises(ConfigError, match=re.escape(message)):
         run(EIGHT_GPUS, spec, **asked)
-    assert run(EIGHT_GPUS, spec, pp_size=2).mesh.pp == 2
+    config = run(EIGHT_GPUS, spec, pp_size=2, speculative_config={"decoding_type": "NGram"})
+    assert config.mesh.pp == 2 and config.max_drafts == 4
 
 
 DELTA = DeltaSpec(
