@@ -17,6 +17,15 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def largest(numbers: Sequence[float], num_ranks: int, device: torch.device) -> list[float]:
+    """Each number's largest, over all ranks of the engine. It waits for them: never in a step."""
+    if num_ranks == 1:
+        return list(numbers)
+    found = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
 def _is_alone(role: RoleGroup) -> bool:
     assert role.group is not None or role.size == 1, f"{role.size} ranks have not met"
     return role.group is None
