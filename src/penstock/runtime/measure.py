@@ -6,6 +6,7 @@ All ranks run these steps together, so they agree after each on the time that is
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def measure_costs(runner: ModelRunner, config: RunConfig) -> StepCosts | None:
             _run(runner, first_tokens(rows))
             plan = decodes_of(rows, fed, drafted, _REPEATS * num_tokens + 1)
             plan = replace(plan, is_followed=is_followed)
-            quickest = _quickest(lambda plan=plan: _run(runner, plan), is_late)
+            quickest = _quickest(partial(_run, runner, plan), is_late)
             seconds.append(max([quickest, *seconds[-1:]]))  # each does more than the one before
         found.append(most(seconds))  # stages wait for the slowest of them
         decodes.append(num)

@@ -31,7 +31,7 @@ def _change(flag_ptr, before: tl.constexpr, after: tl.constexpr, sem: tl.constex
     while tl.atomic_cas(flag_ptr, before, after, sem=sem, scope="sys") != before:
         polls += 1
         # Nobody may write there: the launch ends with an illegal address.
-        nowhere = tl.cast(polls.to(tl.int64) * 0, tl.pointer_type(tl.int32))
+        nowhere = tl.full((), 0, tl.int64).to(tl.pointer_type(tl.int32))
         tl.store(nowhere, 0, mask=polls > max_polls)
 
 
