@@ -4,10 +4,11 @@
     python benchmarks/ttft_breakdown.py --against ../before/src --burst 256
 
 Sends one request after the other on one connection to the real server with `scripted_engine.py`
-behind it, and prints the median time of every stage up to the first event. With `--against` a
-second server runs the package in another folder; the two take turns within one run, so that the
-ratio means something on a machine that does other work too. `--burst` also sends so many streams at
-once. The stages are methods that are wrapped here; the package knows nothing of it.
+behind it, and prints the time of every stage up to the first event (its median, or --percentile).
+With `--against` a second server runs the package in another folder; the two take turns within one
+run, so that the ratio means something on a machine that does other work too. `--burst` also sends
+so many streams at once. The stages are methods that are wrapped here; the package knows nothing of
+it.
 """
 
 import argparse
@@ -110,8 +111,8 @@ class Server:
         p50 = statistics.median(one.first_s for one in outcomes)
         self.bursts.setdefault(endpoint, []).append(p50)
 
-    def stages(self, endpoint: str) -> dict[str, float]:
-        """Median microseconds of each stage, and of the way from the first to the last.
+    def stages(self, endpoint: str, percentile: int) -> dict[str, float]:
+        """Microseconds of each stage, and of the way from the first to the last.
 
         Where the next process has a message before its sender returns from sending it, the rest
         of the sender's stage is the receiver's.
@@ -128,7 +129,10 @@ class Server:
             spans.setdefault("socket -> Submit", []).append(row[COLUMN["submitted"]] - row[1])
             spans.setdefault("Deltas -> socket", []).append(row[COLUMN["written"]] - way_out)
             spans.setdefault("in all", []).append(last - row[0])
-        return {name: statistics.median(times) * 1e6 for name, times in spans.items()}
+        return {
+            name: statistics.quantiles(times, n=100)[percentile - 1] * 1e6
+            for name, times in spans.items()
+        }
 
 
 @contextmanager
@@ -193,7 +197,7 @@ def compare(servers: list[Server], args: argparse.Namespace) -> None:
 def report(servers: list[Server], args: argparse.Namespace) -> None:
     for endpoint in bodies(1):
         print(f"\n{endpoint}, us" + "".join(f" | {one.name}" for one in servers))
-        tables = [one.stages(endpoint) for one in servers]
+        tables = [one.stages(endpoint, args.percentile) for one in servers]
         for name in [*STAGES, "socket -> Submit", "Deltas -> socket", "in all"]:
             if name in tables[0]:
                 _line(STAGES.get(name, name), [table[name] for table in tables])
@@ -207,7 +211,7 @@ def report(servers: list[Server], args: argparse.Namespace) -> None:
 
 
 def _line(name: str, figures: list[float]) -> None:
-    ratio = f" | {figures[0] / figures[1]:.2f}" if len(figures) > 1 else ""
+    ratio = f" | {figures[0] / figures[1]:.2f}" if len(figures) > 1 and figures[1] else ""
     print(f"{name:42}" + "".join(f" | {one:8.0f}" for one in figures) + ratio, flush=True)
 
 
@@ -217,6 +221,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="of each endpoint")
     parser.add_argument("--block", type=int, default=20, help="until it is the other's turn")
     parser.add_argument("--words", type=int, default=96, help="of the prompt")
+    parser.add_argument(
+        "--percentile", type=int, default=50, help="of each stage; a low one where others disturb"
+    )
     parser.add_argument("--burst", type=int, default=0, help="streams at once, after the others")
     parser.add_argument("--rounds", type=int, default=7, help="of bursts")
     parser.add_argument("--against", type=Path, help="another version's src, for a ratio")

@@ -54,7 +54,7 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error, PenstockError):
             _log.exception("the engine did not start")
-        mailbox.receive(timeout_ms=2000)
+        mailbox.receive(timeout_ms=10_000)  # until somebody is there to be told
         mailbox.broadcast(Fatal(message=str(error) or type(error).__name__))
         sys.exit(1)
     _log.debug("ready: %s", timeline)

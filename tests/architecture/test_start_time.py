@@ -11,7 +11,7 @@ from pathlib import Path
 
 MAX_HELP_S = 0.5
 OF_THE_API_SERVER = {
-    *("numpy", "zmq", "asyncio", "uvicorn", "starlette", "tokenizers", "jinja2", "rich"),
+    *("numpy", "asyncio", "uvicorn", "starlette", "tokenizers", "jinja2", "rich"),
     *("huggingface_hub", "httpx"),
 }
 OF_NOBODY = {"transformers", "scipy", "sympy", "pandas", "torch._dynamo", "torch._inductor"}
@@ -92,5 +92,5 @@ def test_an_engine_and_its_first_answer_import_nothing_unneeded():
     modules = modules_of(FIRST_ANSWER)
     assert "torch" in modules
     # asyncio, numpy: of torch itself; triton: where there is a GPU
-    needed = {"numpy", "asyncio", "zmq"}
+    needed = {"numpy", "asyncio"}
     assert modules & (OF_THE_API_SERVER - needed | OF_NOBODY | {"triton"}) == set()

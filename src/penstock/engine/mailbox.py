@@ -1,6 +1,5 @@
 """`Mailbox`: the engine's end of the channels to its clients (API servers, `LLM`)."""
 
-import time
 from collections import deque
 
 from penstock import log
@@ -17,7 +16,6 @@ from penstock.ipc.messages import (
 )
 from penstock.types.request import client_of
 
-_LAST_WORDS_S = 0.3
 _log = log.get(__name__)
 
 
@@ -90,4 +88,3 @@ class Mailbox:
         """To all clients from any thread, while another one may hang: sockets of its own."""
         for address in list(self._addresses.values()):
             channel.Sender(address).send(message)
-        time.sleep(_LAST_WORDS_S)  # they are on their way

@@ -41,8 +41,6 @@ _log = log.get(__name__)
 
 # A busy engine reports several times a second. A step may still compile a kernel for a while.
 SILENCE_LIMIT_S = 60.0
-# A dying engine's last messages are still on their way when its process has ended.
-_LAST_WORDS_S = 0.3
 _MAX_AT_ONCE = 4  # messages in a turn of the event loop
 
 Sink = Callable[[TokenDelta], None]
@@ -282,20 +280,18 @@ class EngineClient:
         link = self._links[index]
 
         def fail() -> None:
+            # What it has said before it ended is here, and may be why.
+            while (last_words := link.receiver.receive_waiting()) is not None:
+                self._handle(link, last_words)
             self._fail(link, message, WorkerDied)
             if restarts and self._info is not None:  # before the first start, that has failed
                 link.reopen()
                 if self._router is not None:
                     self._router.forget(index)
-                # Waits at the address for the next process; behind what the last one did not read,
-                # which that one drops, since it does not know us before.
-                self._greet(link)
-
-        def fail_after_last_words() -> None:
-            self._loop.call_later(_LAST_WORDS_S, fail)
+                self._greet(link)  # waits until the next process listens at the address
 
         try:
-            self._loop.call_soon_threadsafe(fail_after_last_words)
+            self._loop.call_soon_threadsafe(fail)
         except RuntimeError:  # the loop is closed: nobody is left to be told
             _log.warning("%s", message)
 

@@ -57,11 +57,11 @@ def remove(folder: str) -> None:
 
 
 def address(folder: str, name: str) -> str:
-    return f"ipc://{folder}/{name}-{os.getpid()}-{next(_serial)}"
+    return f"{folder}/{name}-{os.getpid()}-{next(_serial)}"
 
 
-def folder_of(ipc_address: str) -> str:
-    return os.path.dirname(ipc_address.removeprefix("ipc://"))
+def folder_of(address: str) -> str:
+    return os.path.dirname(address)
 
 
 def _chosen_base() -> Iterator[str]:

@@ -33,7 +33,7 @@ _log = log.get(__name__)
 
 
 def need_open_files() -> None:
-    """Libraries of sockets abort the process when they may open no more files."""
+    """Said at once: a start that runs out of them may fail anywhere."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < _MIN_FILES:
         raise ConfigError(

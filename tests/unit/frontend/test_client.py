@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 from array import array
 
 import pytest
@@ -181,9 +182,12 @@ def test_what_the_engine_said_before_it_died_still_arrives(connect, run):
             engine.going.clear()
             one = request(client)
             stream = Stream(client, [one])
-            client.engine_died(0, "ended with code 1")
             engine.send(Deltas(deltas=(TokenDelta(request_id=one.id, token_ids=(9,)),)))
             engine.send(Fatal(message="CUDA out of memory"))
+            while engine._outbox:
+                time.sleep(0.001)  # nothing is read meanwhile
+            engine.stop()
+            client.engine_died(0, "ended with code 1")
             deltas = await all_of(stream)
             assert deltas[0].token_ids == (9,)
             assert [delta.error for delta in deltas if delta.finish] == ["CUDA out of memory"]

@@ -1,6 +1,7 @@
 """Message pipes: in order, typed, and bounded: who does not read slows nobody down."""
 
 import asyncio
+import os
 
 import msgspec
 import pytest
@@ -119,4 +120,55 @@ def test_a_sender_whose_peer_has_stopped_reading_is_told_and_does_not_wait(bound
             sender.send(message)
     assert receiver.receive(60_000) == message, "what was sent before is not lost"
     sender.close()
+    receiver.close()
+
+
+def test_what_a_process_has_sent_arrives_though_it_ends_at_once(bound):
+    receiver = Receiver(bound, ToEngine)
+    if (pid := os.fork()) == 0:
+        Sender(bound).send(ClientLeft(client_id=7))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert receiver.receive(0) == ClientLeft(client_id=7)
+    receiver.close()
+
+
+def test_what_the_socket_does_not_take_at_once_arrives_whole_and_in_order(bound):
+    sender = Sender(bound)  # before anybody listens
+    sent = [Abort(request_ids=tuple(range(many))) for many in (3, 2_000_000, 0, 500_000, 1)]
+    sender.send(sent[0])
+    receiver = Receiver(bound, ToEngine)
+    for message in sent[1:]:
+        sender.send(message)
+    assert [receiver.receive(60_000) for _ in sent] == sent
+    sender.close()
+    receiver.close()
+
+
+def test_a_receiver_that_is_started_again_gets_whole_messages(bound):
+    """The one before it ended in the middle of a large one."""
+    first, sender = Receiver(bound, ToEngine), Sender(bound)
+    large = Abort(request_ids=tuple(range(2_000_000)))
+    sender.send(large)
+    while not first._selector.select(1):
+        pass
+    first._accept()
+    first.close()
+    again = Receiver(bound, ToEngine)
+    sender.send(ClientLeft(client_id=7))
+    assert [again.receive(60_000) for _ in range(2)] == [large, ClientLeft(client_id=7)]
+    sender.close()
+    again.close()
+
+
+def test_two_senders_do_not_mix(bound):
+    receiver, senders = Receiver(bound, ToEngine), [Sender(bound) for _ in range(2)]
+    for number in range(200):
+        for client_id, sender in enumerate(senders):
+            ids = (client_id, number, *range(300))
+            sender.send(Abort(request_ids=ids))
+    got = [receiver.receive(60_000).request_ids[:2] for _ in range(400)]
+    for client_id, sender in enumerate(senders):
+        assert [number for of, number in got if of == client_id] == list(range(200))
+        sender.close()
     receiver.close()
