@@ -81,7 +81,10 @@ def drafting_of(row: Row, asked: argparse.Namespace, head: str) -> dict[str, Any
     if row.config.get(MTP_HEADS):
         return {"decoding_type": "MTP", "max_draft_len": asked.drafts}
     Path(head, "config.json").write_text(json.dumps(eagle3_config(row.config)))
-    return {"decoding_type": "Eagle3", "speculative_model": head, "max_draft_len": asked.drafts}
+    return {
+        "decoding_type": "Eagle3", "speculative_model": head, "max_draft_len": asked.drafts,
+        "quantization": asked.head_quantization,
+    }  # fmt: skip
 
 
 def measure(
@@ -185,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=["8b-bf16"])
     parser.add_argument("--right", type=float, default=0.7, help="chance of each draft")
     parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--head_quantization", help="of an Eagle3 head: fp8, ...")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 32, 256])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)

@@ -26,6 +26,7 @@ SMALL = {"decoding_type": "Draft_Target", "speculative_model": str(DRAFTERS / "l
 # Model, drafter, tokens per decode at least.
 METHODS = {
     "eagle3": (TINY, EAGLE3, 3.0),
+    "eagle3 in fp8": (TINY, EAGLE3 | {"quantization": "fp8"}, 3.0),
     "small": (TINY, SMALL, 2.6),
     "ngram": (TINY, {"decoding_type": "NGram"}, 1.1),
     "mtp of deepseek": (SIBLINGS / "deepseek_v3", {"decoding_type": "MTP"}, 2.2),

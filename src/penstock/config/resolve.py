@@ -83,7 +83,9 @@ def resolve(
     is_coarse = kind == "cpu" and model_path.endswith(".gguf") and config.dtype in _HALVES
     dtype = choices.add("dtype", _dtype(config, spec, device, kind, is_coarse))
     backend = choices.add("attention_backend", _attention(config, device, kind))
-    quantization = _quantization(config, spec, device, kind, model_path)
+    quantization = _quantization(
+        "quantization", config.quantization, spec, device, kind, model_path
+    )
     quantized_activations = False
     if spec.quantization is not None and spec.quantization.has_block_scaled_inputs:
         quantized_activations = choices.add(
@@ -99,7 +101,7 @@ def resolve(
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
     mesh = choices.add("mesh", _mesh(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
-    drafting = _drafting(config, spec, choices, draft)
+    drafting = _drafting(config, spec, device, kind, choices, draft)
     _check_drafting_stages(config, spec, drafting)
     cached_spec = spec.with_mtp_layer() if isinstance(drafting, MTPDrafting) else spec
     graph_batch_sizes = choices.add(
@@ -410,14 +412,19 @@ def _dtype(
 
 
 def _quantization(
-    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, model_path: str
+    setting: str,
+    asked: str | None,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    kind: str,
+    model_path: str,
 ) -> str | None:
     """What is asked for, where checkpoint and device have it."""
-    asked, found = config.quantization, spec.quantization
+    found = spec.quantization
     is_quantized = found is not None and found.is_quantized
     if asked is not None and (is_quantized or model_path.endswith(".gguf")):
         raise ConfigError(
-            f"quantization is {asked}, but the checkpoint is quantized already; leave it out, or "
+            f"{setting} is {asked}, but the checkpoint is quantized already; leave it out, or "
             "name the checkpoint that this one was made of"
         )
     if kind == "cuda" and (is_quantized or asked is not None):
@@ -771,7 +778,12 @@ def _depth(config: EngineConfig, kind: str) -> Reasoned[int]:
 
 
 def _drafting(
-    config: EngineConfig, spec: ModelSpec, choices: "_Choices", draft: DraftModel | None
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    kind_of_device: str,
+    choices: "_Choices",
+    draft: DraftModel | None,
 ) -> Drafting | None:
     asked = config.speculative_config
     if asked is None:
@@ -797,9 +809,21 @@ def _drafting(
     if kind in ("Draft_Target", "Eagle3"):
         assert draft is not None, "given by the engine"
         _check_draft_model(draft, spec)
+        quantization = _quantization(
+            "speculative_config.quantization",
+            asked.quantization,
+            draft.spec,
+            device,
+            kind_of_device,
+            draft.path,
+        )
         if kind == "Draft_Target":
             return ModelDrafting(
-                model_path=draft.path, max_drafts=max_drafts, max_decodes=most, is_adaptive=adaptive
+                model_path=draft.path,
+                quantization=quantization,
+                max_drafts=max_drafts,
+                max_decodes=most,
+                is_adaptive=adaptive,
             )
         layers = tuple(asked.eagle3_layers_to_capture or _captured_layers(spec.num_layers))
         if max(layers) >= spec.num_layers or draft.spec.hidden_size != spec.hidden_size:
@@ -810,6 +834,7 @@ def _drafting(
             )
         return EagleDrafting(
             model_path=draft.path,
+            quantization=quantization,
             layers=layers,
             max_drafts=max_drafts,
             max_decodes=most,

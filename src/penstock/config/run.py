@@ -70,12 +70,14 @@ class ModelDrafting(_Drafting, frozen=True):
     """Drafts come from a small model of the same vocabulary, with layers of cache of its own."""
 
     model_path: str
+    quantization: str | None  # online, of plain weights
 
 
 class EagleDrafting(_Drafting, frozen=True):
     """Drafts come from an Eagle3 head, which reads hidden states behind some of the layers."""
 
     model_path: str
+    quantization: str | None  # online, of plain weights
     layers: tuple[int, ...]
 
 

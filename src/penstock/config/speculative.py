@@ -11,6 +11,7 @@ _OWN_FIELDS = {  # what one decoding type has alone
     "is_keep_all": ("NGram", "AUTO"),
     "is_use_oldest": ("NGram", "AUTO"),
     "speculative_model": ("Draft_Target", "Eagle3"),
+    "quantization": ("Draft_Target", "Eagle3"),
     "eagle3_layers_to_capture": ("Eagle3",),
     "use_relaxed_acceptance_for_thinking": ("MTP",),
     "relaxed_topk": ("MTP",),
@@ -47,6 +48,13 @@ class SpeculativeConfig(StrictModel):
         status="beta",
         min_length=1,
         max_length=4096,
+    )
+    quantization: Literal["fp8", "fp8_block", "int8", "nf4"] | None = setting(
+        None,
+        "Draft_Target, Eagle3: quantize the plain weights of what drafts while they are loaded, as "
+        "`quantization` does the model's. Drafting takes less time and drafts are a little worse; "
+        "the output stays the same. null: as its checkpoint is.",
+        status="beta",
     )
     eagle3_layers_to_capture: list[Annotated[int, Field(ge=0, le=4096)]] | None = setting(
         None,

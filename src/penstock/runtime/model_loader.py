@@ -76,22 +76,22 @@ def add_draft_model(
 ) -> None:
     """What drafts for the model, where it has a checkpoint of its own, with its weights."""
     match config.drafting:
-        case ModelDrafting(model_path=path):
+        case ModelDrafting(model_path=path, quantization=quantization):
             draft_spec = parse_model_spec(Path(path))
             own = replace(
                 config,
                 model_path=path,
-                quantization=None,
+                quantization=quantization,
                 drafting=None,
                 moe_all_to_all=False,
                 expert_slots=None,
                 expert_load_path=None,
             )
             draft: LoadableModel = _empty_model(own, draft_spec, mesh, device)
-        case EagleDrafting(model_path=path, layers=layers):
+        case EagleDrafting(model_path=path, quantization=quantization, layers=layers):
             eagle_spec = parse_eagle3_spec(Path(path))
             draft_spec = eagle_spec.model
-            draft = head = _empty_eagle3(config, eagle_spec, mesh, device)
+            draft = head = _empty_eagle3(config, eagle_spec, quantization, mesh, device)
             model.captured_layers = layers
             if config.load_format != "dummy":
                 head.read_targets(Path(path))
@@ -106,10 +106,14 @@ def add_draft_model(
 
 
 def _empty_eagle3(
-    config: RunConfig, spec: Eagle3Spec, mesh: RankMesh, device: torch.device
+    config: RunConfig,
+    spec: Eagle3Spec,
+    quantization: str | None,
+    mesh: RankMesh,
+    device: torch.device,
 ) -> Eagle3Head:
     dtype = getattr(torch, config.dtype)
-    schemes = choose_schemes(spec.model.quantization, None, dtype, device)
+    schemes = choose_schemes(spec.model.quantization, None, dtype, device, online=quantization)
     build = LayerContext(
         mesh=mesh,
         dtype=dtype,

@@ -127,6 +127,10 @@ MALFORMED = [
         "speculative_config needs a decoding_type; there are NGram, MTP",
     ),
     (
+        {"speculative_config": {"decoding_type": "NGram", "quantization": "fp8"}},
+        "quantization belongs to decoding_type Draft_Target, not NGram",
+    ),
+    (
         {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 0}},
         "speculative_config.max_draft_len is 0, it must be at least 1",
     ),
