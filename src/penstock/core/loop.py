@@ -78,6 +78,7 @@ class EngineLoop:
         self._late_inputs = late_inputs
         self._when_idle = when_idle
         self._steps: deque[_Step] = deque()
+        self._deltas: list[TokenDelta] = []  # not published yet, in order
         self._iterations: deque[IterationStats] = deque(maxlen=_MAX_ITERATIONS_KEPT)
         self._stats_due = clock()
         self._patience_ms = 0
@@ -96,8 +97,7 @@ class EngineLoop:
         """Launch one step if there is room for it, else commit the oldest in flight."""
         was_idle = not self._receive(self._patience_ms) and self._is_idle
         self._patience_ms, self._is_idle = 0, False
-        plan = self._scheduler.plan() if self._may_launch() else None
-        self._publish(self._scheduler.take_refused())
+        plan = self._plan() if self._may_launch() else None
         if plan is not None:
             self._launch(plan)
         elif self._steps:
@@ -110,6 +110,7 @@ class EngineLoop:
             self._is_idle = True
             has_more = was_idle and self._when_idle()
             self._patience_ms = 0 if has_more else _IDLE_WAIT_MS
+        self._publish()
         self._report()
 
     def _receive(self, timeout_ms: int) -> bool:
@@ -126,8 +127,13 @@ class EngineLoop:
                     ended = self._scheduler.abort_client(client_id)
                 case _:
                     raise AssertionError(f"{type(message).__name__} is not for the loop")
-            self._publish([delta for delta in ended if delta is not None])
+            self._deltas += [delta for delta in ended if delta is not None]
         return has_come
+
+    def _plan(self) -> StepPlan | None:
+        plan = self._scheduler.plan()
+        self._deltas += self._scheduler.take_refused()
+        return plan
 
     def _may_launch(self) -> bool:
         # A step that has not been sampled yet feeds nothing to the next one.
@@ -150,18 +156,27 @@ class EngineLoop:
         step = self._steps.popleft()
         assert step.handle is not None
         result = step.handle.wait()
-        deltas = self._scheduler.commit(result)
+        self._deltas += self._scheduler.commit(result)
         if self._steps and self._steps[0].handle is None:
-            self._sample(self._steps[0])  # for which the device may wait
-        self._publish(deltas)
+            self._sample_and_follow()
         self._iterations.append(self._describe(step.plan, result, step.started))
 
-    def _publish(self, deltas: list[TokenDelta]) -> None:
+    def _sample_and_follow(self) -> None:
+        """Sample the only step in flight, whose late inputs are known now, and launch the step
+        after it at once: the device, which waits for both, would pause between them."""
+        self._receive(0)
+        plan = self._plan()
+        self._sample(self._steps[0])
+        if plan is not None:
+            self._launch(plan)
+
+    def _publish(self) -> None:
         by_client: dict[int, list[TokenDelta]] = {}
-        for delta in deltas:
+        for delta in self._deltas:
             by_client.setdefault(client_of(delta.request_id), []).append(delta)
         for client_id, mine in by_client.items():
             self._outbox.send(client_id, Deltas(deltas=tuple(mine)))
+        self._deltas.clear()
 
     def _report(self) -> None:
         now = self._clock()

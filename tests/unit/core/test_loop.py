@@ -60,6 +60,53 @@ def test_late_inputs_hold_sampling_back_until_the_step_before_has_committed():
     assert engine.tokens[rid] == oracle(PROMPT, 8)
 
 
+def watched(engine) -> list[str]:
+    """What the loop does from now on, in order."""
+    done: list[str] = []
+
+    def watch(owner, name):
+        call = getattr(owner, name)
+
+        def watching(*args):
+            done.append(name)
+            return call(*args)
+
+        setattr(owner, name, watching)
+
+    watch(engine.device, "forward")
+    watch(engine.device, "sample")
+    watch(engine, "send")
+    return done
+
+
+def test_behind_late_inputs_the_next_step_is_launched_before_anything_is_told():
+    engine = Engine(depth=2)
+    rid = engine.submit(PROMPT[:4], max_tokens=8, late_inputs=True)
+    for _ in range(2):
+        engine.turn()  # two steps are in flight, the second is not sampled yet
+    done = watched(engine)
+    engine.turn()
+    assert done == ["sample", "forward", "send"]
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle(PROMPT[:4], 8)
+
+
+def test_a_request_that_came_meanwhile_is_in_the_step_behind_late_inputs():
+    engine = Engine(depth=2)
+    engine.submit(PROMPT[:4], max_tokens=8, late_inputs=True)
+    for _ in range(2):
+        engine.turn()
+    wait = engine.device.handles[0].wait
+
+    def waiting():
+        engine.submit(PROMPT[:3], max_tokens=2)
+        return wait()
+
+    engine.device.handles[0].wait = waiting
+    engine.turn()
+    assert engine.device.plans[-1].num_entries == 2
+
+
 def test_a_failed_step_fails_its_requests_and_nothing_else():
     engine = Engine(depth=1)
     broken = engine.submit(PROMPT[:4], max_tokens=5)
