@@ -6,7 +6,7 @@ read, which a few of one adapter share; tokens of prompts, which come in runs of
 tiles on tensor cores.
 
 Legend: T tokens, I inputs, O outputs, S slots, P parts of the outputs, R largest rank, G tokens of
-a group.
+a group, N splits of the inputs.
 """
 
 import functools
@@ -31,10 +31,13 @@ _BLOCK_O = 512  # outputs of a program: a thread has eight, and all rows of B
 _RANKS = 16  # rows of B read at once
 _SHRINKS, _EXPANDS = 2, 4  # programs that fit on an SM; each takes item after item
 _TILE_T, _TILE_I, _TILE_O = 64, 128, 128
+_MAX_SPLITS = 8  # of the inputs of tiles, where tokens and parts are too few programs for all SMs
 
 # Where prompts begin among the slots of a step is not aligned: one kernel for any place.
 _jit = functools.partial(
-    jit, do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"]
+    jit,
+    do_not_specialize=["num_tokens", "num_splits"],
+    do_not_specialize_on_alignment=["slots_ptr"],
 )
 
 
@@ -190,13 +193,15 @@ def _sums(b, v0_ptr, v1_ptr, rows, rank0, rank1):
 
 @_jit()
 def _shrink_tiles(
-    x_ptr, a_ptr, ranks_ptr, slots_ptr, v_ptr, stride_x, num_tokens,
+    x_ptr, a_ptr, ranks_ptr, slots_ptr, v_ptr, stride_x, num_tokens, split_size,
     IN: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_I: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """v[t, p, r] = a[slot, p, r] . x[t]; one program per block of tokens and part, slot by slot of
-    those that its tokens have."""
+    """v[n, t, p, r] = a[slot, p, r] . x[t] over the n-th `split_size` inputs; one program per block
+    of tokens, part and split, slot by slot of those that its tokens have."""
     tokens, part = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1)
+    split = tl.program_id(2)
+    begin, end = split * split_size, tl.minimum((split + 1) * split_size, IN)
     is_token = tokens < num_tokens
     let_next_start(PDL)
     slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1)
@@ -211,27 +216,27 @@ def _shrink_tiles(
         if rank > 0:
             a_rows = a_ptr + ((slot.to(tl.int64) * P + part) * R + rows[None, :]) * IN
             v = tl.zeros((BLOCK_T, R), tl.float32)
-            for start in range(0, IN, BLOCK_I):
+            for start in range(begin, end, BLOCK_I):
                 at = start + inputs
                 x_mask = is_own[:, None] & (at < IN)[None, :]
                 x = tl.load(x_rows + at[None, :], mask=x_mask, other=0.0)
                 a_mask = (rows < rank)[None, :] & (at < IN)[:, None]
                 a = tl.load(a_rows + at[:, None], mask=a_mask, other=0.0)
                 v = dot(x, a, v, ON_GPU)
-            v_at = v_ptr + (tokens[:, None].to(tl.int64) * P + part) * R + rows[None, :]
-            tl.store(v_at, v.to(v_ptr.dtype.element_ty), mask=is_own[:, None])
+            v_rows = (split.to(tl.int64) * num_tokens + tokens[:, None]) * P + part
+            tl.store(v_ptr + v_rows * R + rows[None, :], v, mask=is_own[:, None])
         left = tl.where(is_own, -1, left)
         slot = tl.max(left, 0)
 
 
 @_jit()
 def _expand_tiles(
-    v_ptr, b_ptr, ranks_ptr, slots_ptr, y_ptr, stride_y, num_tokens, n0, n1, n2, n3,
+    v_ptr, b_ptr, ranks_ptr, slots_ptr, y_ptr, stride_y, num_tokens, num_splits, n0, n1, n2, n3,
     OUT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr, GEMM_DTYPE: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[t, o] += v[t, p] . b[slot, :, o]; one program per block of tokens and block of outputs,
-    slot by slot of those that its tokens have."""
+    """y[t, o] += (sum over n of v[n, t, p]) . b[slot, :, o]; one program per block of tokens and
+    block of outputs, slot by slot of those that its tokens have."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     part, begin, size = _part_of(tl.program_id(1), n0, n1, n2, n3, BLOCK_O)
     is_token = tokens < num_tokens
@@ -241,6 +246,7 @@ def _expand_tiles(
     outputs, rows = tl.arange(0, BLOCK_O), tl.arange(0, R)
     is_output = outputs < size
     v_at = v_ptr + (tokens[:, None].to(tl.int64) * P + part) * R + rows[None, :]
+    split_stride = num_tokens * P * R
     delta = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     left = slots
     slot = tl.max(left, 0)
@@ -249,7 +255,10 @@ def _expand_tiles(
         rank = tl.load(ranks_ptr + slot * P + part)
         if rank > 0:
             is_rank = rows < rank
-            v = tl.load(v_at, mask=is_own[:, None] & is_rank[None, :], other=0.0)
+            v_mask = is_own[:, None] & is_rank[None, :]
+            v = tl.load(v_at, mask=v_mask, other=0.0)
+            for split in range(1, num_splits):
+                v += tl.load(v_at + split * split_stride, mask=v_mask, other=0.0)
             b_at = b_ptr + (slot.to(tl.int64) * R + rows[:, None]) * OUT + begin + outputs[None, :]
             b = tl.load(b_at, mask=is_rank[:, None] & is_output[None, :], other=0.0)
             delta = dot(v.to(GEMM_DTYPE), b, delta, ON_GPU)
@@ -319,16 +328,20 @@ def _singles(x, y, a, b, ranks, slots, part_sizes, groups):
 
 def _tiles(x, y, a, b, ranks, slots, part_sizes):
     num_tokens, (num_parts, size, in_size) = x.shape[0], a.shape[1:]
-    v = torch.empty(num_tokens, num_parts, size, dtype=x.dtype, device=x.device)
     num_blocks, options = cdiv(num_tokens, _TILE_T), launch_options(x)
-    _shrink_tiles[num_blocks, num_parts](
-        x, a, ranks, slots, v, x.stride(0), num_tokens,
-        IN=in_size, P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_I=_TILE_I if size <= 64 else 64,
+    block_in = _TILE_I if size <= 64 else 64
+    num_wanted = min(_MAX_SPLITS, cdiv(num_sms(), num_blocks * num_parts))
+    split_size = cdiv(cdiv(in_size, block_in), num_wanted) * block_in
+    num_splits = cdiv(in_size, split_size)
+    v = torch.empty(num_splits, num_tokens, num_parts, size, dtype=torch.float32, device=x.device)
+    _shrink_tiles[num_blocks, num_parts, num_splits](
+        x, a, ranks, slots, v, x.stride(0), num_tokens, split_size,
+        IN=in_size, P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_I=block_in,
         ON_GPU=x.is_cuda, **options,
     )  # fmt: skip
     num_outputs = sum(cdiv(width, _TILE_O) for width in part_sizes)
     _expand_tiles[num_blocks, num_outputs](
-        v, b, ranks, slots, y, y.stride(0), num_tokens, *_sizes(part_sizes),
+        v, b, ranks, slots, y, y.stride(0), num_tokens, num_splits, *_sizes(part_sizes),
         OUT=b.shape[2], P=num_parts, R=size, BLOCK_T=_TILE_T, BLOCK_O=_TILE_O,
         GEMM_DTYPE=TRITON_DTYPES[x.dtype], ON_GPU=x.is_cuda, **options,
     )  # fmt: skip
