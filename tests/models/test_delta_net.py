@@ -163,7 +163,6 @@ class Driver:
             kv_lens_N=torch.tensor(kv_lens).int(),
             block_table_RM=torch.zeros(1, 1, dtype=torch.int32),
             num_decodes=num_decodes,
-            max_query_len=max(sizes),
             max_kv_len=max(kv_lens),
         )
         return list(self.layer(x_TC, batch).split(sizes))

@@ -1187,7 +1187,6 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
         kv_lens_N=torch.tensor([kv for _, kv in case.entries], dtype=torch.int32, device=device),
         block_table_RM=table.to(device),
         num_decodes=case.num_decodes,
-        max_query_len=max(q for q, _ in case.entries),
         max_kv_len=max(kv for _, kv in case.entries) + 3,
         cached_lens=tuple(kv - q for q, kv in case.entries[case.num_decodes :]),
         runs=Runs(torch.tensor(offsets, dtype=torch.int32, device=device), max(case.runs))

@@ -54,7 +54,6 @@ class ForwardBatch:
     kv_lens_N: Tensor  # int32: true length of each sequence, this step's tokens included
     block_table_RM: Tensor  # int32, the persistent table; index it with rows_N
     num_decodes: int  # host; the first entries, one token each
-    max_query_len: int  # host; longest entry
     max_kv_len: int  # host; upper bound of kv_lens_N
     others: tuple["ForwardBatch", ...] = ()  # the step as the layers of further groups see it
     plans: dict[Any, Any] = field(default_factory=dict)  # worked out by one layer for those behind

@@ -96,7 +96,6 @@ def _whole_text(length: int, device: torch.device) -> ForwardBatch:
         kv_lens_N=torch.tensor([length], dtype=torch.int32, device=device),
         block_table_RM=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
         num_decodes=0,
-        max_query_len=length,
         max_kv_len=length,
         cached_lens=(0,),
     )

@@ -169,7 +169,6 @@ class Rows:
         batch = self._batch(
             tensors,
             num_decodes=plan.num_decodes,
-            max_query_len=int(plan.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[plan.num_decodes :].tolist()),
             chunk_lens=tuple(plan.num_tokens[plan.num_decodes :].tolist()),
@@ -205,7 +204,6 @@ class Rows:
         batch = self._batch(
             tensors,
             num_decodes=num_fed,
-            max_query_len=int(tokens.num_tokens.max()),
             max_kv_len=int(plan.max_kv_lens.max()),
             cached_lens=tuple(plan.starts[num_decodes:].tolist()),
             chunk_lens=tuple(counts[num_decodes:].tolist()),
@@ -247,7 +245,6 @@ class Rows:
         batch = self._batch(
             tensors,
             num_decodes=shape.num_decodes,
-            max_query_len=shape.num_prompt_tokens,
             max_kv_len=max_kv_len,
             rows=rows,
             has_drafts=self.decode_width > 1,
@@ -285,7 +282,6 @@ class Rows:
         tensors: Sequence[Tensor],
         *,
         num_decodes: int,
-        max_query_len: int,
         max_kv_len: int,
         cached_lens: tuple[int, ...] | None = None,
         chunk_lens: tuple[int, ...] | None = None,
@@ -332,7 +328,6 @@ class Rows:
                 kv_lens_N=kv_lens_N,
                 block_table_RM=self.block_tables[0],
                 num_decodes=num_decodes,
-                max_query_len=max_query_len,
                 max_kv_len=max_kv_len,
                 cached_lens=cached_lens,
                 chunk_lens=chunk_lens,
@@ -398,7 +393,6 @@ class Rows:
                 kv_lens_N=kv_lens_N,
                 block_table_RM=self.block_tables[0],
                 num_decodes=num_entries,
-                max_query_len=1,
                 max_kv_len=max_kv_len,
                 runs=None if offsets_N is None else self._runs(offsets_N),
             ),
@@ -442,7 +436,6 @@ class Rows:
                 kv_lens_N=at_N.int() + 1,
                 block_table_RM=self.block_tables[0],
                 num_decodes=num_entries,
-                max_query_len=1,
                 max_kv_len=min(max_kv_len, size),
             ),
         )
