@@ -178,7 +178,7 @@ CASES: dict[str, tuple[tuple[str, str, Any], int, str]] = {
     "empty salt": (completion(cache_salt=""), 400, "cache_salt is ''"),
     "long salt": (completion(cache_salt="a" * 1000), 400, "cache_salt"),
     # known, not built
-    "suffix": (completion(suffix="end"), 400, "suffix is 'end'"),
+    "suffix as list": (completion(suffix=["end"]), 400, "suffix"),
     "beam search": (completion(use_beam_search=True, top_p=0.5), 400, "top_p does not work"),
     "adapter": (completion(lora_request={"lora_name": "a", "lora_int_id": 1}), 400, "adapters"),
     "adapter without a name": (completion(lora_request={}), 400, "lora_name"),
@@ -207,7 +207,13 @@ CASES: dict[str, tuple[tuple[str, str, Any], int, str]] = {
     ),
     "tool of another type": (chat(tools=[{"type": "web_search"}]), 400, "tools[0]"),
     "nameless tool": (chat(tools=[{"function": {}}]), 400, "tools[0].function.name"),
-    "own template": (chat(chat_template="{{ 1 }}"), 400, "chat_template"),
+    "template as number": (chat(chat_template=1), 400, "chat_template"),
+    "endless template": (chat(chat_template="a" * 200_000), 400, "chat_template"),
+    "template without messages": (
+        chat(chat_template="{{ 1 }}", prompt_token_ids=[1]),
+        400,
+        "chat_template is for rendering",
+    ),
     "audio": (chat(modalities=["audio"]), 400, "modalities"),
     # messages
     "no messages": (raw(b"{}", CHAT), 400, "'messages' is missing"),

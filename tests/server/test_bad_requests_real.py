@@ -33,3 +33,34 @@ def test_the_pool_is_empty_and_nothing_is_computed_for_them(server, client):  # 
     for what in ("steps", "prompt_tokens", "generated_tokens", "finished", "failed", "aborted"):
         assert after[what] == before[what], what
     assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body", "said"),
+    [
+        ("/v1/completions", "suffix", {"prompt": "a", "suffix": "b"}, "filling in the middle"),
+        (
+            "/v1/chat/completions",
+            "chat_template",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}"},
+            "--trust_request_chat_template",
+        ),
+        (
+            "/tokenize",
+            "chat_template",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}"},
+            "--trust_request_chat_template",
+        ),
+    ],
+)
+def test_what_this_server_or_model_cannot_do_is_refused_by_name(
+    client,  # noqa: F811
+    path,
+    field,
+    body,
+    said,
+):
+    reply = client.post(path, json=body)
+    assert reply.status_code == 400
+    error = reply.json()["error"] if "error" in reply.json() else reply.json()
+    assert error["param"] == field and said in error["message"]

@@ -194,8 +194,17 @@ def test_the_responses_and_messages_apis_tell_the_same(client, line):
         assert said["text"].text == message.content
 
 
-def test_the_parsers_can_be_switched_off():
-    with Server("tiny", "--reasoning_parser", "none", "--tool_parser", "none") as server:
+def test_the_parsers_can_be_switched_off_and_requests_be_trusted_with_templates():
+    flags = ("--reasoning_parser", "none", "--tool_parser", "none", "--trust_request_chat_template")
+    with Server("tiny", *flags) as server:
+        words = server.post("/tokenize", prompt="<Once>", add_special_tokens=False)["tokens"]
+        asked_so = {
+            "messages": [{"role": "user", "content": "Once"}],
+            "chat_template": "<{{ messages[0].content }}>",
+        }
+        assert server.post("/tokenize", **asked_so)["tokens"] == words
+        reply = server.post("/v1/chat/completions", **asked_so, max_tokens=1, return_token_ids=True)
+        assert reply["prompt_token_ids"] == words
         for line, tag in ((CALLS[0], "<tool_call>"), (REASONING[0], "</think>")):
             body = {key: value for key, value in asked(line).items() if key != "extra_body"}
             body |= line.get("chat_template_kwargs", {}) and {

@@ -12,6 +12,7 @@ DEFAULTS = {
     "load_format": "auto",
     "skip_tokenizer_init": "false",
     "chat_template": "the tokenizer's own",
+    "trust_request_chat_template": "false",
     "reasoning_parser": "auto",
     "tool_parser": "auto",
     "generation_config": "auto",

@@ -55,6 +55,11 @@ _MODEL = (
     Flag("load_format", "text", "auto, or dummy for random weights"),
     Flag("skip_tokenizer_init", "switch", "load no tokenizer; prompts are token ids"),
     Flag("chat_template", "text", "Jinja file or template, when not the tokenizer's own"),
+    Flag(
+        "trust_request_chat_template allow_request_chat_template",
+        "switch",
+        "requests may bring a chat template of their own",
+    ),
     Flag("reasoning_parser", "text", "auto, none, think, deepseek-r1, kimi_k2 or harmony"),
     Flag("tool_parser", "text", "auto, none, hermes, qwen3_coder, llama3_json, mistral, ..."),
     Flag(
@@ -176,9 +181,6 @@ _COMPATIBLE = (
     without_field("telemetry", "switch", ignored("no usage is reported to anybody", False)),
     without_field(
         "fail_fast_on_attention_window_too_large", "switch", ignored("it has no use here")
-    ),
-    without_field(
-        "allow_request_chat_template", "switch", ignored("the server's template is used", False)
     ),
     without_field("num_input_processor_workers", "int", _TEXT_ONLY),
     without_field("num_media_load_workers", "int", _TEXT_ONLY),

@@ -173,6 +173,13 @@ class EngineConfig(StrictModel):
         min_length=1,
         max_length=1_000_000,
     )
+    trust_request_chat_template: bool = setting(
+        False,
+        "Requests may bring a chat_template. It runs in the sandbox, in a process that all such "
+        "templates share, 5 s and 1 GiB at most; one that is slow delays the others. Reasoning and "
+        "tool calls are found as those of the server's template.",
+        status="beta",
+    )
     reasoning_parser: ReasoningParser = setting(
         "auto",
         "How reasoning is told from the content of a chat: think (the same as qwen3, deepseek_v3, "

@@ -7,6 +7,7 @@ both go through here. Knows neither HTTP nor the scheduler.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from penstock.errors import RequestError
 from penstock.frontend.beam_generation import BeamGeneration
@@ -16,6 +17,7 @@ from penstock.frontend.limits import make_requests
 from penstock.frontend.rendering import Renderer
 from penstock.frontend.sample import Sample
 from penstock.text.chat_format import ChatFormat
+from penstock.text.fill_in_middle import find_fim_tokens
 from penstock.text.grammars.output_grammar import AnswerStart, is_free, output_grammar
 from penstock.text.output_parser import OutputParser
 from penstock.text.reasoning.budget import thinking_budget
@@ -42,11 +44,15 @@ class GenerationPipeline:
         renderer: Renderer | None,
         stream_interval: int = 1,
         chat_format: ChatFormat = ChatFormat(),
+        request_renderer: Renderer | None = None,
     ) -> None:
+        """`request_renderer` renders by templates of requests; None: they may bring none."""
         self.client = client
         self.tokenizer = tokenizer
         self.renderer = renderer
+        self._request_renderer = request_renderer
         self.chat_format = chat_format
+        self._fim = None if tokenizer is None else find_fim_tokens(tokenizer)
         self._stream_interval = stream_interval
 
     async def generate(
@@ -69,6 +75,8 @@ class GenerationPipeline:
         eos_ids = () if self.tokenizer is None else self.tokenizer.eos_ids
         if ask.parse_output:
             eos_ids += self.chat_format.stop_ids
+        if ask.suffix is not None and self._fim is not None:
+            eos_ids += self._fim.stop_ids
         ranks_samples = sampling.num_samples > sampling.n
         stream_interval = self._stream_interval if stream and not ranks_samples else None
         # Stop strings are found here, so every token must come; else only when there is news.
@@ -122,8 +130,9 @@ class GenerationPipeline:
 
     async def aclose(self) -> None:
         """End open requests, and what renders their messages."""
-        if self.renderer is not None:
-            await self.renderer.aclose()
+        for renderer in (self.renderer, self._request_renderer):
+            if renderer is not None:
+                await renderer.aclose()
         await self.client.close()
 
     def _parser(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> OutputParser | None:
@@ -177,6 +186,8 @@ class GenerationPipeline:
             raise RequestError(
                 "invalid_value", "give exactly one of a text, token ids or messages", "prompt"
             )
+        if ask.suffix is not None:
+            return await self._around(ask, ask.suffix), None
         if ask.token_ids is not None:
             return ask.token_ids, None
         if self.tokenizer is None:
@@ -190,6 +201,32 @@ class GenerationPipeline:
         ids = await asyncio.to_thread(_encode, self.tokenizer, parts, ask.add_special_tokens)
         return ids, text
 
+    async def _around(self, ask: GenerateInput, suffix: str) -> tuple[int, ...]:
+        """The prompt of a text that is to be filled in."""
+        if self.tokenizer is None:
+            raise _needs_tokenizer("a suffix", "suffix")
+        if self._fim is None:
+            raise RequestError(
+                "unsupported",
+                "suffix: this model's vocabulary has no tokens for filling in the middle, as those "
+                "of Qwen-Coder, CodeLlama, StarCoder and DeepSeek-Coder have; leave it out, or "
+                "serve such a model",
+                "suffix",
+            )
+        if ask.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "unsupported",
+                "truncate_prompt_tokens would cut the beginning off that a suffix needs; leave one "
+                "of them out",
+                "truncate_prompt_tokens",
+            )
+        prefix = ask.text if ask.token_ids is None else ask.token_ids
+        assert prefix is not None
+        text = suffix if ask.text is None else ask.text + suffix
+        check_length(text, self.client.info.max_seq_len)
+        work = partial(self._fim.prompt, self.tokenizer, prefix, suffix, ask.add_special_tokens)
+        return work() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(work)
+
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         if self.tokenizer is None:
             raise _needs_tokenizer("detokenizing", "tokens")
@@ -199,7 +236,18 @@ class GenerationPipeline:
 
     async def _render(self, ask: GenerateInput, max_seq_len: int) -> list[str]:
         assert ask.messages is not None
-        if self.renderer is None:
+        renderer = self.renderer
+        if ask.chat.template is not None:
+            renderer = self._request_renderer
+            if renderer is None:
+                raise RequestError(
+                    "unsupported",
+                    "chat_template: a request may bring its own only where the server is started "
+                    "with --trust_request_chat_template; leave it out, or name one for all "
+                    "requests with --chat_template",
+                    "chat_template",
+                )
+        if renderer is None:
             raise RequestError(
                 "no_chat_template",
                 "this model has no chat template; start with --chat_template FILE (or 'simple' for "
@@ -207,7 +255,7 @@ class GenerationPipeline:
                 "messages",
             )
         max_chars = max_seq_len * MAX_CHARS_PER_TOKEN
-        return await self.renderer.parts(ask.messages, ask.chat, max_chars)
+        return await renderer.parts(ask.messages, ask.chat, max_chars)
 
 
 def _encode(

@@ -57,7 +57,8 @@ class Template(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TemplateTexts:
-    """Templates by name, not yet compiled, and the tokens that they may write."""
+    """Templates by name, not yet compiled, and the tokens that they may write. None: each request
+    brings its own."""
 
     templates: Mapping[str, str]
     special_tokens: Mapping[str, str]

@@ -14,7 +14,12 @@ from penstock.frontend.capacity import Capacity
 from penstock.frontend.client import EngineClient
 from penstock.frontend.engine_handle import EngineHandle
 from penstock.frontend.pipeline import GenerationPipeline
-from penstock.frontend.rendering import Renderer, TemplateTexts, start_renderer
+from penstock.frontend.rendering import (
+    Renderer,
+    TemplateProcess,
+    TemplateTexts,
+    start_renderer,
+)
 from penstock.frontend.tokenizer_folder import tokenizer_folder
 from penstock.ipc.address import folder_of
 from penstock.ipc.shared import Row
@@ -100,7 +105,13 @@ async def _connect(
         await _forget(loading)
         raise
     tokenizer, renderer, chat_format = loading.result()
-    return GenerationPipeline(client, tokenizer, renderer, config.stream_interval, chat_format)
+    request_renderer = None
+    if config.trust_request_chat_template and tokenizer is not None:
+        # Its process is started by the first request that brings a template.
+        request_renderer = TemplateProcess(TemplateTexts({}, tokenizer.special_tokens))
+    return GenerationPipeline(
+        client, tokenizer, renderer, config.stream_interval, chat_format, request_renderer
+    )
 
 
 async def _load(

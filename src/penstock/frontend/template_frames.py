@@ -14,7 +14,7 @@ HEAD = struct.Struct("!I")
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """First of all: compile these. Taking longer than the deadlines ends the process."""
+    """First of all: compile these, if any. Taking longer than the deadlines ends the process."""
 
     templates: Mapping[str, str]
     special_tokens: Mapping[str, str]

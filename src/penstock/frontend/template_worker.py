@@ -8,7 +8,9 @@ dies. Should that be while it renders, its alarm ends it: an alarm also ends wha
 import resource
 import signal
 import socket
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import BinaryIO
 
 import msgspec
@@ -19,6 +21,7 @@ from penstock.ipc.process import read_task
 from penstock.text.chat import ChatTemplate
 
 MAX_MEMORY_BYTES = 1 << 30
+_MAX_KEPT = 16
 _decode = msgspec.json.Decoder(Load | Render).decode
 _OUT_OF_MEMORY = f"the chat template takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
 
@@ -33,6 +36,7 @@ def limit_memory() -> None:
 
 def serve(channel: socket.socket) -> None:
     template: ChatTemplate | None = None
+    of_request = _compiler({})
     deadline_s = 0.0  # of rendering
     incoming = channel.makefile("rb")  # requests that came together are read at once
     while (data := _receive(incoming)) is not None:
@@ -41,23 +45,34 @@ def serve(channel: socket.socket) -> None:
             if isinstance(asked, Load):
                 signal.setitimer(signal.ITIMER_REAL, asked.deadline_s)
                 deadline_s = asked.render_deadline_s
-                template = ChatTemplate(asked.templates, asked.special_tokens)
+                of_request = _compiler(asked.special_tokens)
+                if asked.templates:  # else requests bring theirs
+                    template = ChatTemplate(asked.templates, asked.special_tokens)
                 reply = Rendered("")
             else:
-                assert template is not None, "templates come first"
                 signal.setitimer(signal.ITIMER_REAL, deadline_s)
-                reply = Rendered(template.render(asked.messages, asked.options, asked.max_chars))
+                own = asked.options.template
+                used = template if own is None else of_request(own)
+                assert used is not None, "templates come first"
+                reply = Rendered(used.render(asked.messages, asked.options, asked.max_chars))
             answer = msgspec.json.encode(reply)
         except RequestError as error:
             answer = _refusal(error.code, error.message, error.param)
         except ConfigError as error:
-            answer = _refusal("", str(error), None)
+            is_own = isinstance(asked, Render)
+            of_field = ("invalid_value", "chat_template") if is_own else ("", None)
+            answer = _refusal(of_field[0], str(error), of_field[1])
         except MemoryError:
             answer = _refusal("chat_template_failed", _OUT_OF_MEMORY, "messages")
         except Exception as error:  # a program of a stranger may raise anything
             answer = _refusal("invalid_value", f"the chat template fails: {error}", "messages")
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.sendall(framed(answer))
+
+
+def _compiler(special_tokens: Mapping[str, str]) -> Callable[[str], ChatTemplate]:
+    """Of templates that come with requests; the last ones are kept."""
+    return lru_cache(_MAX_KEPT)(lambda text: ChatTemplate({"default": text}, special_tokens))
 
 
 def _refusal(code: str, message: str, param: str | None) -> bytes:

@@ -30,6 +30,7 @@ class ChatOptions:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
     documents: tuple[Mapping[str, Any], ...] = ()
+    template: str | None = None  # instead of the model's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class GenerateInput:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
+    suffix: str | None = None  # the output stands between text or ids and this
     chat: ChatOptions = ChatOptions()
     parse_output: bool = False  # take reasoning and tool calls out of the text
     tool_rule: ToolRule | None = None  # None: the model decides

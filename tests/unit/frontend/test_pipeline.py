@@ -2,15 +2,18 @@
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
+import tiny_tokenizers
 from fake_engine import make_info, say
 
 from penstock.errors import CapacityError, RequestError
 from penstock.frontend.pipeline import GenerationPipeline
-from penstock.text.tokenizer import MAX_CHARS_PER_TOKEN
+from penstock.frontend.rendering import TemplateProcess, TemplateTexts
+from penstock.text.tokenizer import MAX_CHARS_PER_TOKEN, Tokenizer
 from penstock.types.outputs import TokenDelta, TokenLogprob
-from penstock.types.request import FinishReason, GenerateInput
+from penstock.types.request import ChatOptions, FinishReason, GenerateInput
 from penstock.types.sampling import SamplingParams
 
 ENDLESS = say(itertools.cycle(range(40, 60)))
@@ -428,5 +431,65 @@ def test_the_first_token_of_each_sample_is_told_when_it_arrives(serve, run, stre
             await until(lambda: generation.num_tokens > 4)  # counted, whether it is sent or not
             await generation.aclose()
             assert len(begun) == 2 and generation.num_tokens > 4
+
+    run(scenario())
+
+
+FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>")
+
+
+def test_a_suffix_makes_a_prompt_with_a_gap_that_ends_at_the_family_s_tokens(
+    connect, run, tmp_path
+):
+    backend = tiny_tokenizers.byte_level()
+    backend.add_special_tokens(list(FIM))
+    tokenizer = Tokenizer.from_folder(tiny_tokenizers.write_folder(tmp_path, backend))
+
+    async def scenario():
+        async with connect(say(range(40, 60))) as (client, [engine]):
+            pipeline = GenerationPipeline(client, tokenizer, None)
+            asked = replace(ask("hello", max_tokens=2), suffix=" well")
+            generation = await pipeline.generate(asked)
+            await collect(generation)
+            [sent] = engine.submitted()
+            text = "<fim_prefix>hello<fim_suffix> well<fim_middle>"
+            assert sent.prompt_ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
+            assert set(map(tokenizer.id_of, FIM)) <= set(sent.stop_ids)
+            assert generation.prompt_text is None
+            with pytest.raises(RequestError, match="truncate_prompt_tokens would cut"):
+                await pipeline.generate(replace(asked, truncate_prompt_tokens=3))
+
+    run(scenario())
+
+
+def test_a_suffix_for_a_model_that_fills_no_gaps_is_refused(serve, run):
+    async def scenario():
+        async with serve() as (pipeline, engine):
+            with pytest.raises(RequestError, match="no tokens for filling in the middle") as caught:
+                await pipeline.generate(replace(ask(), suffix="end"))
+            assert caught.value.param == "suffix"
+            assert engine.submitted() == []
+
+    run(scenario())
+
+
+def test_a_template_of_a_request_is_used_only_where_the_server_trusts_it(connect, run, tokenizer):
+    async def scenario():
+        async with connect() as (client, _):
+            processes = TemplateProcess(TemplateTexts({}, tokenizer.special_tokens))
+            trusting = GenerationPipeline(client, tokenizer, None, request_renderer=processes)
+            wary = GenerationPipeline(client, tokenizer, None)
+            messages = ({"role": "user", "content": "hi"},)
+            chat = ChatOptions(template="{{ bos_token }}-{{ messages[0].content }}")
+            asked = GenerateInput(messages=messages, chat=chat, add_special_tokens=False)
+            try:
+                ids, text = await trusting.tokenize(asked)
+                assert text == "<s>-hi"
+                assert ids == tuple(tokenizer.encode(text, add_special_tokens=False))
+                with pytest.raises(RequestError, match="--trust_request_chat_template") as refusal:
+                    await wary.tokenize(asked)
+                assert refusal.value.param == "chat_template"
+            finally:
+                await processes.aclose()
 
     run(scenario())

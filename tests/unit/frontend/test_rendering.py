@@ -241,3 +241,33 @@ def test_the_process_leaves_when_its_parent_is_killed(template, word):
         pid = int(parent.stdout.readline())
         parent.kill()
     wait_until_gone(pid)
+
+
+def test_templates_of_requests_cost_their_own_request(run):
+    """Nothing is started before the first one; the messages of the others are rendered."""
+
+    async def ask():
+        process = TemplateProcess(TemplateTexts({}, {"bos_token": "<b>"}), render_deadline_s=1.5)
+        assert process.pid is None
+
+        async def render(template):
+            options = ChatOptions(template=template)
+            try:
+                return (await process.parts(HI, options, MANY))[0]
+            except RequestError as error:
+                return error.code, error.param
+
+        try:
+            templates = ["{{ bos_token }}1", SPIN, "{{ messages[0].content }}", "{% if %}", "{{ 1"]
+            templates += ["{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}"]
+            found = await asyncio.gather(*map(render, templates))
+            assert found[0] == "<b>1"
+            assert found[1] == ("chat_template_failed", "messages")
+            assert found[2] == "hi"
+            assert found[3] == found[4] == ("invalid_value", "chat_template")
+            assert found[5] == found[6] == ("invalid_value", "messages")
+            assert [await render(f"{i}") for i in range(40)] == [f"{i}" for i in range(40)]
+        finally:
+            await process.aclose()
+
+    run(ask())

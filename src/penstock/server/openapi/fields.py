@@ -60,6 +60,7 @@ FIELDS = {
     "logprobs": "Log probabilities of the output tokens: true for a chat; for completions the "
     "number of alternatives to each.",
     "top_logprobs": "Alternatives to each output token; needs logprobs.",
+    "suffix": "Text behind the output, for models that were taught to fill in the middle.",
     "prompt_logprobs": "Log probabilities of the prompt's tokens, with so many alternatives.",
     "echo": "Begin the output with the prompt; in a chat with the assistant's words that it "
     "continues.",
@@ -90,6 +91,8 @@ FIELDS = {
     "prompt_token_ids": "The whole prompt as token ids; messages are then not rendered.",
     "add_generation_prompt": "End the prompt with the opening of the assistant's turn.",
     "continue_final_message": "Go on with the last message, which must be an assistant's.",
+    "chat_template": "A Jinja template for these messages, where the server trusts those of "
+    "requests (trust_request_chat_template).",
     "chat_template_kwargs": "Passed on to the chat template.",
     "user": "Not used.",
     "metadata": "Of a batch or a response: kept with it, at most 16 texts. Elsewhere not used.",

@@ -12,6 +12,7 @@ from penstock.types.request import ChatOptions, GenerateInput, ToolRule
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
+MAX_TEMPLATE_CHARS = 1 << 17
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -155,12 +156,12 @@ Messages = Annotated[list[dict[str, Any]], BeforeValidator(_messages), _SHOWN_ME
 Tools = Annotated[
     list[dict[str, Any]], BeforeValidator(_tools), Field(max_length=MAX_TOOLS), _SHOWN_TOOLS
 ]
+OwnTemplate = Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_CHARS)]
 
 
 class ChatRequest(GenerationFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **GenerationFields.UNSUPPORTED,
-        "chat_template": "a request may not bring its own template; start the server with one",
         "media_io_kwargs": "only text is supported",
         "agent_hierarchy": "agent-aware scheduling is not supported",
         "modalities": 'only ["text"] is supported',
@@ -186,9 +187,9 @@ class ChatRequest(GenerationFields):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     documents: list[dict[str, Any]] | None = Field(default=None, max_length=1024)
+    chat_template: OwnTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    chat_template: str | None = None
     media_io_kwargs: dict[str, Any] | None = None
     agent_hierarchy: Any = None
     modalities: Texts | None = None
@@ -225,12 +226,14 @@ class ChatRequest(GenerationFields):
                 "continue_final_message needs a last message of the assistant",
                 "continue_final_message",
             )
-        if self.verbosity is not None and self.prompt_token_ids is not None:
-            raise RequestError(
-                "unsupported",
-                "verbosity goes to the chat template, which prompt_token_ids do without; give one",
-                "verbosity",
-            )
+        for name in ("verbosity", "chat_template"):
+            if getattr(self, name) is not None and self.prompt_token_ids is not None:
+                raise RequestError(
+                    "unsupported",
+                    f"{name} is for rendering messages, which prompt_token_ids do without; give "
+                    "one",
+                    name,
+                )
         return self
 
     def chat_input(self, defaults: Mapping[str, Any]) -> GenerateInput:
@@ -295,4 +298,5 @@ class ChatRequest(GenerationFields):
             template_kwargs=template_kwargs,
             tools=() if self.tool_choice == "none" else tuple(self.tools or ()),
             documents=tuple(self.documents or ()),
+            template=self.chat_template,
         )

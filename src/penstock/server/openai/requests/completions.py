@@ -1,7 +1,7 @@
 """The body of `POST /v1/completions`: one or many prompts, as texts or token ids."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
@@ -65,11 +65,6 @@ SHOWN_PROMPTS = shown_as(
 
 
 class CompletionRequest(GenerationFields):
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **GenerationFields.UNSUPPORTED,
-        "suffix": "filling in the middle is not supported; put the model's markers in the prompt",
-    }
-
     prompt: Annotated[list[str | TokenIds], prompts("prompt"), SHOWN_PROMPTS]
     logprobs: Int32 | None = None
     suffix: str | None = None
@@ -102,6 +97,7 @@ class CompletionRequest(GenerationFields):
             GenerateInput(
                 text=prompt if isinstance(prompt, str) else None,
                 token_ids=tuple(prompt) if isinstance(prompt, list) else None,
+                suffix=self.suffix or None,  # nothing behind it: as without
                 sampling=sampling,
                 add_special_tokens=self.add_special_tokens,
                 truncate_prompt_tokens=self.truncate_prompt_tokens,

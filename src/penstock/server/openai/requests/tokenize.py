@@ -5,7 +5,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from penstock.errors import RequestError
-from penstock.server.openai.requests.chat import Messages, Tools
+from penstock.server.openai.requests.chat import Messages, OwnTemplate, Tools
 from penstock.server.openai.requests.schema import Strict, TokenIds
 from penstock.types.request import ChatOptions, GenerateInput
 
@@ -20,6 +20,7 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Tools | None = None
+    chat_template: OwnTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
@@ -41,6 +42,7 @@ class TokenizeRequest(Strict):
                 continue_final_message=self.continue_final_message,
                 template_kwargs=self.chat_template_kwargs or {},
                 tools=tuple(self.tools or ()),
+                template=self.chat_template,
             ),
             add_special_tokens=special,
         )
