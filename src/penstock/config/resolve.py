@@ -18,11 +18,13 @@ from penstock.config.run import (
     NGramDrafting,
     PromptBalance,
     RunConfig,
+    StateSaving,
     ThinkingDrafts,
     TypicalDrafts,
+    UserDrafting,
 )
 from penstock.config.schema import EngineConfig
-from penstock.config.speculative import DRAFT_LENS, SpeculativeConfig
+from penstock.config.speculative import DRAFT_LENS, FINAL_STATE, SpeculativeConfig
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
@@ -317,7 +319,8 @@ def _check_drafting_stages(
     if not isinstance(drafting, NGramDrafting):
         why = (
             "drafts are made on the last stage, which has neither the embedding nor a cache for "
-            "layers that draft; use decoding_type NGram, or leave one of the two out"
+            "layers that draft, nor what others compute; use decoding_type NGram, or leave one of "
+            "the two out"
         )
     elif spec.delta is not None:
         why = (
@@ -792,6 +795,8 @@ def _drafting(
     if kind == "AUTO":
         kind, why = ("MTP", "the model has an MTP head") if num_heads else ("NGram", "it has none")
         choices.add("decoding_type", (kind, why))
+    if kind == "SaveState":
+        return _state_saving(config, asked, spec)
     max_drafts, most = asked.max_draft_len or DRAFT_LENS[kind], asked.max_concurrency
     adaptive = asked.adaptive_draft_len
     if kind == "MTP":
@@ -843,12 +848,49 @@ def _drafting(
             if asked.posterior_threshold is None
             else TypicalDrafts(threshold=asked.posterior_threshold),
         )
+    if kind == "User_Provided":
+        assert asked.drafter is not None
+        return UserDrafting(
+            entry_point=asked.drafter,
+            max_drafts=max_drafts,
+            max_decodes=most,
+            is_adaptive=adaptive,
+        )
     return NGramDrafting(
         max_drafts=max_drafts,
         max_decodes=most,
         is_adaptive=adaptive,
         max_size=asked.max_matching_ngram_size,
         use_oldest=asked.is_keep_all and asked.is_use_oldest,
+    )
+
+
+def _state_saving(config: EngineConfig, asked: SpeculativeConfig, spec: ModelSpec) -> StateSaving:
+    if config.kv_cache_config.enable_block_reuse:
+        raise ConfigError(
+            "speculative_config.decoding_type SaveState saves what is computed, and a prefix that "
+            "is reused is not; set kv_cache_config.enable_block_reuse to false"
+        )
+    if config.enable_attention_dp or config.data_parallel_size > 1:
+        raise ConfigError(
+            "speculative_config.decoding_type SaveState: one rank writes the files; leave "
+            "enable_attention_dp and data_parallel_size out"
+        )
+    layers = asked.eagle3_layers_to_capture
+    if layers is None:
+        layers = [*_captured_layers(spec.num_layers)]
+    if max(layers) >= spec.num_layers:
+        raise ConfigError(
+            f"speculative_config.eagle3_layers_to_capture is {layers}, but the model has "
+            f"{spec.num_layers} layers, counted from 0"
+        )
+    assert asked.output_directory is not None
+    return StateSaving(
+        max_drafts=0,
+        layers=tuple(sorted({*layers} - {FINAL_STATE})),
+        directory=asked.output_directory,
+        interval=asked.write_interval,
+        prefix=asked.file_prefix,
     )
 
 

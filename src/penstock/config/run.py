@@ -81,7 +81,22 @@ class EagleDrafting(_Drafting, frozen=True):
     layers: tuple[int, ...]
 
 
-Drafting = NGramDrafting | MTPDrafting | ModelDrafting | EagleDrafting
+class UserDrafting(_Drafting, frozen=True):
+    """Drafts come from a `Drafter` of another package."""
+
+    entry_point: str
+
+
+class StateSaving(_Drafting, frozen=True):
+    """Nothing is drafted; hidden states of prompts go to files, to train what drafts."""
+
+    layers: tuple[int, ...]  # behind which they are read, beside those behind the final norm
+    directory: str
+    interval: int  # prompts of a file
+    prefix: str
+
+
+Drafting = NGramDrafting | MTPDrafting | ModelDrafting | EagleDrafting | UserDrafting | StateSaving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

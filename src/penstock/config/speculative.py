@@ -12,7 +12,7 @@ _OWN_FIELDS = {  # what one decoding type has alone
     "is_use_oldest": ("NGram", "AUTO"),
     "speculative_model": ("Draft_Target", "Eagle3"),
     "quantization": ("Draft_Target", "Eagle3"),
-    "eagle3_layers_to_capture": ("Eagle3",),
+    "eagle3_layers_to_capture": ("Eagle3", "SaveState"),
     "use_relaxed_acceptance_for_thinking": ("MTP",),
     "relaxed_topk": ("MTP",),
     "relaxed_delta": ("MTP",),
@@ -20,24 +20,45 @@ _OWN_FIELDS = {  # what one decoding type has alone
     "end_thinking_phase_token": ("MTP",),
     "greedy_sampling": ("Eagle3",),
     "posterior_threshold": ("Eagle3",),
+    "drafter": ("User_Provided",),
+    "output_directory": ("SaveState",),
+    "write_interval": ("SaveState",),
+    "file_prefix": ("SaveState",),
 }
-DRAFT_LENS = {"NGram": 4, "MTP": 1, "Draft_Target": 4, "Eagle3": 3}  # where none is set
+_NEEDED_FIELDS = {
+    "Draft_Target": ("speculative_model", "a folder or a name"),
+    "Eagle3": ("speculative_model", "a folder or a name"),
+    "User_Provided": ("drafter", "the name of an entry point"),
+    "SaveState": ("output_directory", "where files of hidden states go"),
+}
+DRAFT_LENS = {  # where none is set
+    "NGram": 4,
+    "MTP": 1,
+    "Draft_Target": 4,
+    "Eagle3": 3,
+    "User_Provided": 4,
+}
+FINAL_STATE = -1  # as a layer: hidden states behind the final norm
 
 
 class SpeculativeConfig(StrictModel):
-    decoding_type: Literal["NGram", "MTP", "Draft_Target", "Eagle3", "AUTO"] = setting(
+    decoding_type: Literal[
+        "NGram", "MTP", "Draft_Target", "Eagle3", "AUTO", "User_Provided", "SaveState"
+    ] = setting(
         "NGram",
         "Where drafts come from. NGram: what followed the last tokens when the same sequence held "
         "them before, for text that repeats its prompt or itself. MTP: the model's own MTP head, "
         "of DeepSeek-V3 and R1, GLM-4.5 and Qwen3-Next. Draft_Target: a small model of the same "
         "vocabulary. Eagle3: a head in a folder of its own, trained for the model. AUTO: MTP if "
-        "the model has such a head, else NGram. Tokens are the same with and without.",
+        "the model has such a head, else NGram. User_Provided: an entry point of an installed "
+        "package. SaveState: nothing is drafted; hidden states of prompts are saved, to train a "
+        "head with. Tokens are the same with and without.",
         status="beta",
     )
     max_draft_len: int | None = setting(
         None,
         "Most tokens that are drafted for a step of a sequence; also called "
-        "num_nextn_predict_layers. null: 4 with NGram and Draft_Target, 3 with Eagle3, 1 with MTP.",
+        "num_nextn_predict_layers. null: 3 with Eagle3, 1 with MTP, else 4.",
         status="beta",
         ge=1,
         le=32,
@@ -56,13 +77,38 @@ class SpeculativeConfig(StrictModel):
         "the output stays the same. null: as its checkpoint is.",
         status="beta",
     )
-    eagle3_layers_to_capture: list[Annotated[int, Field(ge=0, le=4096)]] | None = setting(
+    eagle3_layers_to_capture: list[Annotated[int, Field(ge=-1, le=4096)]] | None = setting(
         None,
-        "Eagle3: behind which layers hidden states are read, as the head was trained. null: behind "
-        "the second one, the middle one and the fourth to last.",
+        "Behind which layers hidden states are read. Eagle3: three, as the head was trained. "
+        "SaveState: any; -1 stands for the final norm, behind which they are always saved. null: "
+        "behind the second one, the middle one and the fourth to last.",
         status="beta",
-        min_length=3,
-        max_length=3,
+        min_length=1,
+        max_length=64,
+    )
+    drafter: str | None = setting(
+        None,
+        "User_Provided: name of the entry point (penstock.drafters) of an installed package. It "
+        "runs inside the engine.",
+        status="prototype",
+        min_length=1,
+        max_length=256,
+    )
+    output_directory: str | None = setting(
+        None,
+        "SaveState: folder for the files, made if it is not there.",
+        status="prototype",
+        min_length=1,
+        max_length=4096,
+    )
+    write_interval: int = setting(
+        20, "SaveState: prompts of a file.", status="prototype", ge=1, le=2**20
+    )
+    file_prefix: str = setting(
+        "data",
+        "SaveState: files are named <file_prefix>_<number of their last prompt>.safetensors.",
+        status="prototype",
+        pattern=r"^[\w.-]{1,128}$",
     )
     max_matching_ngram_size: int = setting(
         2,
@@ -142,8 +188,19 @@ class SpeculativeConfig(StrictModel):
             is_set = getattr(self, name) != type(self).model_fields[name].default
             if is_set and kind not in kinds:
                 raise ValueError(f"{name} belongs to decoding_type {kinds[0]}, not {kind}")
-        if kind in _OWN_FIELDS["speculative_model"] and self.speculative_model is None:
-            raise ValueError(f"decoding_type {kind} needs a speculative_model: a folder or a name")
+        name, what = _NEEDED_FIELDS.get(kind, ("decoding_type", ""))
+        if getattr(self, name) is None:
+            article = "an" if name[0] in "aeiou" else "a"
+            raise ValueError(f"decoding_type {kind} needs {article} {name}: {what}")
+        if kind == "SaveState" and self.max_draft_len is not None:
+            raise ValueError(
+                "with decoding_type SaveState nothing is drafted; remove max_draft_len"
+            )
+        layers = self.eagle3_layers_to_capture
+        if kind == "Eagle3" and layers is not None and (len(layers) != 3 or min(layers) < 0):
+            raise ValueError(
+                "an Eagle3 head reads three layers; give eagle3_layers_to_capture three"
+            )
         if self.greedy_sampling != (self.posterior_threshold is None):
             raise ValueError("greedy_sampling: false and posterior_threshold belong together")
         if not self.use_relaxed_acceptance_for_thinking and (

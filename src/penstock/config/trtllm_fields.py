@@ -100,10 +100,11 @@ _DRAFTING_FIELDS = (
     *("is_keep_all", "is_use_oldest", "speculative_model", "eagle3_layers_to_capture"),
     *("use_relaxed_acceptance_for_thinking", "relaxed_topk", "relaxed_delta", "greedy_sampling"),
     *("begin_thinking_phase_token", "end_thinking_phase_token", "posterior_threshold"),
+    *("output_directory", "write_interval", "file_prefix", "drafter"),
 )
 _OTHER_DRAFTERS_FIELDS = (
     *("sa_config", "enable_global_pool", "global_pool_size"),
-    *("mask_token_id", "target_layer_ids", "output_directory", "write_interval", "file_prefix"),
+    *("mask_token_id", "target_layer_ids"),
 )
 _NO_COMPILE = ignored("no model is run through torch.compile")
 _NO_TRANSFER = "prefill and decode in separate servers is not there yet"
@@ -353,12 +354,13 @@ _OUTPUT = {
             kind=Kind(
                 "decoding_type",
                 "speculative_model",
-                ("NGram", "MTP", "Draft_Target", "Eagle3", "AUTO"),
+                ("NGram", "MTP", "Draft_Target", "Eagle3", "AUTO", "User_Provided", "SaveState"),
                 {"eagle": "Eagle3", "draft": "Draft_Target"},
             ),
         ),
         {
             **dict.fromkeys(_DRAFTING_FIELDS, SUPPORTED),
+            "resource_manager": rejected("a drafter keeps what it needs; leave it out"),
             "use_mtp_vanilla": rejected("one MTP head is run as often as there are drafts", False),
             "mtp_eagle_one_model": ignored("one MTP head is run as often as needed", True),
             "eagle3_one_model": ignored("the head always runs beside the model", True),

@@ -190,9 +190,9 @@ class Decoder(nn.Module):
         return x_TD
 
     def captured(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """The same, and those behind the captured layers one beside the other; where there are
-        none, the same twice. A stage that is not the last one sends on what it has, and nobody here
-        needs it."""
+        """The same, and those behind the captured layers one beside the other, where -1 stands for
+        the final norm; where there are none, the same twice. A stage that is not the last one sends
+        on what it has, and nobody here needs it."""
         x_TD, residual_TD = self._first(batch), None
         # Of a shortened model the last one stands for those that are not there.
         wanted = [min(index, len(self.layers) - 1) for index in self.captured_layers]
@@ -206,8 +206,8 @@ class Decoder(nn.Module):
             x_TD = x_TD.new_empty(batch.num_tokens, x_TD.shape[1])
             return x_TD, x_TD
         x_TD, _ = self.norm(x_TD, residual_TD)
-        x_TD = self.context.all(x_TD, batch)
-        return x_TD, torch.cat([found[index] for index in wanted], dim=-1) if found else x_TD
+        found[-1] = x_TD = self.context.all(x_TD, batch)
+        return x_TD, torch.cat([found[index] for index in wanted], dim=-1) if wanted else x_TD
 
     def _first(self, batch: ForwardBatch) -> Tensor:
         """What the first layer of this stage is given."""

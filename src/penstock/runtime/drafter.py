@@ -13,12 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.config.entry_points import load_entry_point
 from penstock.config.run import (
     EagleDrafting,
     ModelDrafting,
     MTPDrafting,
     NGramDrafting,
     RunConfig,
+    StateSaving,
+    UserDrafting,
 )
 from penstock.layers.decoder import Decoder
 from penstock.layers.mtp import MTPHead
@@ -29,13 +32,16 @@ from penstock.runtime.head_drafter import HeadDrafter
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.model_drafter import ModelDrafter
 from penstock.runtime.ngram_drafter import NGramDrafter
+from penstock.runtime.state_saver import StateSaver
 from penstock.types.step import RowJoin
+
+_GROUP = "penstock.drafters"  # of entry points
 
 
 class Drafter(Protocol):
     max_drafts: int  # K
-    follows_steps: bool  # it is told of steps, and what they fed
-    reads_hidden: bool  # and what the model computed in them
+    follows_steps: bool = False  # it is told of steps, and what they fed
+    reads_hidden: bool = False  # and what the model computed in them
 
     def capture(
         self, pool: GraphPool, sizes: tuple[int, ...], may_pad: bool, max_kv_len: int
@@ -55,7 +61,7 @@ class Drafter(Protocol):
 
 
 def make_drafter(
-    config: RunConfig, model: Decoder, rows: Rows, device: torch.device
+    config: RunConfig, model: Decoder, rows: Rows, device: torch.device, *, is_sampling_rank: bool
 ) -> Drafter | None:
     dtype = getattr(torch, config.dtype)
     match config.drafting:
@@ -72,4 +78,10 @@ def make_drafter(
         case ModelDrafting(max_drafts=max_drafts):
             assert isinstance(model.draft_head, Decoder)
             return ModelDrafter(model.draft_head, rows, max_drafts)
+        case UserDrafting(entry_point=name, max_drafts=max_drafts):
+            make = load_entry_point(_GROUP, name, "speculative_config.drafter")
+            made: Drafter = make(config.max_batch_size, config.max_seq_len, max_drafts, device)
+            return made
+        case StateSaving() as saving:
+            return StateSaver(saving, writes=is_sampling_rank)
     return None

@@ -21,6 +21,7 @@ class FedTokens:
     hidden_TE: Tensor | None  # after the final norm, or behind the layers that are captured
     next_ids_T: Tensor  # int64: what follows each of them, by what was drawn or by the prompt
     last_N: Tensor  # int64: of each row the last one that counts
+    chunk_rows: Int32s  # host; of the entries behind the decodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

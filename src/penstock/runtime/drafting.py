@@ -188,6 +188,7 @@ class Drafting:
                 hidden_TE=fed.hidden_TE,
                 next_ids_T=self._next_ids(plan, fed.batch),
                 last_N=nothing_N,
+                chunk_rows=plan.rows[plan.num_decodes :],
             ),
             rank_rows=_rank_rows(plan),
         )
@@ -210,6 +211,7 @@ class Drafting:
                 hidden_TE=drawn.fed.hidden_TE,
                 next_ids_T=next_ids_T,
                 last_N=first_N + accepted.num_accepted_N - 1,
+                chunk_rows=plan.rows[plan.num_decodes :],
             )
         return DrafterInputs(
             rows_N=rows_N,

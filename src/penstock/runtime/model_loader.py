@@ -7,7 +7,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from penstock.config.run import EagleDrafting, ModelDrafting, MTPDrafting, RunConfig
+from penstock.config.run import (
+    EagleDrafting,
+    ModelDrafting,
+    MTPDrafting,
+    RunConfig,
+    StateSaving,
+)
+from penstock.config.speculative import FINAL_STATE
 from penstock.errors import ConfigError
 from penstock.kernels import native, triton_cache
 from penstock.kernels.attention.backend import get_backend
@@ -95,6 +102,9 @@ def add_draft_model(
             model.captured_layers = layers
             if config.load_format != "dummy":
                 head.read_targets(Path(path))
+        case StateSaving(layers=layers):
+            model.captured_layers = (*layers, FINAL_STATE)
+            return
         case _:
             return
     if config.load_format == "dummy":

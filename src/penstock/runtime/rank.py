@@ -139,7 +139,10 @@ def wire_runner(
         (mesh.role("context").rank, mesh.role("context").size),
     )
     # Drafts are made where tokens are drawn.
-    drafter = make_drafter(config, model, rows, device) if mesh.is_last_stage else None
+    drafter = None
+    if mesh.is_last_stage:
+        samples = mesh.is_sampling_rank
+        drafter = make_drafter(config, model, rows, device, is_sampling_rank=samples)
     kv = KVTensors(groups, cache.num_blocks, block_size, device, cache.num_host_blocks)
     plugins = config.logits_processors
     relaxed = None if config.drafting is None else config.drafting.relaxed

@@ -6,7 +6,6 @@ Code that a request can name runs only where the setting `logits_processors` lis
 # L rows of logits, P rows that ask, V vocabulary
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock import log
-from penstock.errors import ConfigError
+from penstock.config.entry_points import load_entry_point
 from penstock.kernels.transfer import to_device
 from penstock.sampling.stage import Stage, StepRows
 from penstock.sampling.state import SamplingFlags, SamplingState
@@ -42,20 +41,12 @@ class LogitsProcessor(Protocol):
 
 def load(names: Sequence[str], state: SamplingState) -> tuple[Stage, ...]:
     """The stages of the entry points called so."""
-    if not names:
-        return ()
-    found = {one.name: one for one in entry_points(group=LOGITS_PROCESSORS)}
-    stages = []
-    for name in names:
-        if name not in found:
-            known = ", ".join(sorted(found)) or "none"
-            raise ConfigError(
-                f"logits_processors: no installed package has an entry point '{name}' in "
-                f"{LOGITS_PROCESSORS}; there are: {known}"
-            )
-        make = found[name].load()
-        stages.append(Plugin(name, make(state.vocab_size, state.device), state))
-    return tuple(stages)
+    makers = {
+        name: load_entry_point(LOGITS_PROCESSORS, name, "logits_processors") for name in names
+    }
+    return tuple(
+        Plugin(name, make(state.vocab_size, state.device), state) for name, make in makers.items()
+    )
 
 
 class Plugin(Stage):

@@ -151,6 +151,34 @@ MALFORMED = [
         "decoding_type Eagle3 needs a speculative_model: a folder or a name",
     ),
     (
+        {"speculative_config": {"decoding_type": "User_Provided"}},
+        "decoding_type User_Provided needs a drafter: the name of an entry point",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "SaveState"}},
+        "decoding_type SaveState needs an output_directory: where files of hidden states go",
+    ),
+    (
+        {
+            "speculative_config": {
+                "decoding_type": "save_state",
+                "output_directory": "x",
+                "max_draft_len": 2,
+            }
+        },
+        "with decoding_type SaveState nothing is drafted; remove max_draft_len",
+    ),
+    (
+        {
+            "speculative_config": {
+                "decoding_type": "Eagle3",
+                "speculative_model": "x",
+                "eagle3_layers_to_capture": [1, 2],
+            }
+        },
+        "an Eagle3 head reads three layers; give eagle3_layers_to_capture three",
+    ),
+    (
         {"speculative_config": {"decoding_type": "Medusa"}},
         "speculative_config.decoding_type is 'Medusa', which is not there; there are NGram, MTP",
     ),
