@@ -76,7 +76,7 @@ class StateSaver:
     def join(self, joins: Sequence[RowJoin]) -> None:
         for join in joins:
             self._prompts.pop(join.row, None)
-            # Not of steps at start, which have no request, and not what has an output: it was saved.
+            # Steps at start have no request. With an output the prompt was saved before.
             if join.request_id and len(join.token_ids) == join.num_prompt:
                 ids_T = torch.from_numpy(join.token_ids.astype("int64"))
                 self._prompts[join.row] = _Prompt(ids_T, len(ids_T))
