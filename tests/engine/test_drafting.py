@@ -26,7 +26,7 @@ KINDS = {
 PROMPTS = [[3, 4, 5, 6] * 5, [(7 * i) % 50 + 3 for i in range(25)]]
 SAMPLINGS = [
     {},
-    {"temperature": 0.9, "seed": 1, "logprobs": 2},
+    {"temperature": 0.9, "seed": 1, "logprob_token_ids": [9, 4, 30]},
     {"temperature": 1.2, "seed": 2, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.4, "logprobs": 0},
     {"temperature": 0.7, "seed": 3, "logit_bias": {9: 4.0, 4: -3.0}, "frequency_penalty": 1.0},

@@ -111,6 +111,35 @@ def test_ids_and_names_of_what_was_made(server, tokenizer):
     assert all("prompt_token_ids" not in chunk for chunk in others)
 
 
+def test_log_probabilities_of_named_tokens(server, tokenizer):
+    labels = [tokenizer.encode(word, add_special_tokens=False)[0] for word in (" cat", " swan")]
+    every = choice_of(server, max_tokens=2, logprobs=20, return_tokens_as_token_ids=True)
+    known = every["logprobs"]["top_logprobs"]
+    asked = {"max_tokens": 2, "return_tokens_as_token_ids": True, "logprob_token_ids": labels}
+    # Others of the batch, with other wishes, change nothing.
+    mixed = complete(server, prompt=[PROMPT, LONG_PROMPT], logprobs=1, **asked)["choices"][0]
+    for choice in (choice_of(server, logprobs=0, **asked), mixed):
+        for top, all_of_it in zip(choice["logprobs"]["top_logprobs"], known, strict=True):
+            names = {f"token_id:{one}" for one in labels}
+            assert names <= set(top) and len(top) <= 3
+            for name in names & set(all_of_it):
+                assert top[name] == pytest.approx(all_of_it[name], abs=1e-4)
+    assert f"token_id:{labels[1]}" in known[0]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    said = server.post(CHAT, **chat, logprobs=True, logprob_token_ids=labels)
+    [one] = said["choices"][0]["logprobs"]["content"]
+    assert [top["token"] for top in one["top_logprobs"]] == [" cat", " swan"]
+    for wrong, why in (
+        ({"logprob_token_ids": labels}, "needs logprobs"),
+        ({"logprob_token_ids": [10**6], "logprobs": 0}, "the vocabulary is"),
+        ({"logprob_token_ids": [1] * 129, "logprobs": 0}, "at most 128"),
+        ({"logprob_token_ids": [], "logprobs": 0}, "at least 1"),
+    ):
+        refused = server.http.post(COMPLETIONS, json={"prompt": PROMPT} | wrong)
+        assert refused.status_code == 400 and why in refused.text, refused.text
+        assert "logprob_token_ids" in refused.text
+
+
 def test_minus_one_keeps_all_of_a_prompt_that_fits(server):
     reply = complete(
         server, prompt=LONG_PROMPT * 4, truncate_prompt_tokens=-1, max_tokens=8, ignore_eos=True

@@ -179,6 +179,7 @@ def _check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
     _check_ids("logit_bias", sampling.logit_bias, info.vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), info.vocab_size)
+    _check_ids("logprob_token_ids", sampling.logprob_token_ids, info.vocab_size)
     for word in sampling.bad_words_token_ids:
         _check_ids("bad_words", word, info.vocab_size)
     for name in sampling.logits_processors:

@@ -76,8 +76,13 @@ class SampledLogprobs:
         }
 
 
-def token_logprobs(logits_JV: Tensor, token_ids_J: Tensor, top_k: int) -> TokenLogprobs:
-    """What the logits say about one token per row, and their best `top_k`."""
+def token_logprobs(
+    logits_JV: Tensor, token_ids_J: Tensor, top_k: int, named_JK: Tensor | None = None
+) -> TokenLogprobs:
+    """What the logits say about one token per row, and their best `top_k`.
+
+    `named_JK`: tokens to report in place of the best ones, unless they are -1.
+    """
     logits_JV = logits_JV.float()
     # Taken off first, so that a token that is all but certain keeps the digits of its small
     # logprob.
@@ -85,6 +90,10 @@ def token_logprobs(logits_JV: Tensor, token_ids_J: Tensor, top_k: int) -> TokenL
     normalizer_J1 = logits_JV.logsumexp(-1, keepdim=True)
     chosen_J1 = logits_JV.gather(-1, token_ids_J[:, None])
     top_JK, top_ids_JK = logits_JV.topk(min(top_k, logits_JV.shape[-1]))
+    if named_JK is not None:
+        named_JK = named_JK[:, : top_ids_JK.shape[1]]
+        top_ids_JK = torch.where(named_JK >= 0, named_JK, top_ids_JK)
+        top_JK = logits_JV.gather(-1, top_ids_JK)
     return TokenLogprobs(
         token_ids_J=token_ids_J,
         logprobs_J=(chosen_J1 - normalizer_J1)[:, 0],

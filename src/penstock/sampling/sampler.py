@@ -1,7 +1,7 @@
 """Logits -> tokens, one per row, each row by its own parameters. Nothing here waits for the device.
 
-Legend: L rows of logits, V vocabulary, P rows that want log-probabilities, 2 a token and whether
-its logits were finite.
+Legend: L rows of logits, V vocabulary, P rows that want log-probabilities, K of so many tokens at
+most, 2 a token and whether its logits were finite.
 """
 
 from collections.abc import Sequence
@@ -133,9 +133,23 @@ class Sampler:
         if len(positions) < len(rows):
             positions_P = to_device(positions, self._state.device)
             logits_LV, token_ids_L = logits_LV[positions_P], token_ids_L[positions_P]
-        top_k = self._state.num_logprobs_R[rows[positions]]
+        rows_P = rows[positions]
+        top_k_P = self._state.num_logprobs_R[rows_P]
         return SampledLogprobs(
             positions=positions,
-            top_k=top_k,
-            tokens=token_logprobs(logits_LV, token_ids_L, int(top_k.max())),
+            top_k=top_k_P,
+            tokens=token_logprobs(
+                logits_LV, token_ids_L, int(top_k_P.max()), self._named_PK(rows_P, top_k_P)
+            ),
         )
+
+    def _named_PK(self, rows_P: NDArray[np.int32], top_k_P: NDArray[np.int32]) -> Tensor | None:
+        """Tokens that rows ask about by id, -1 behind them and where a row asks for the best."""
+        by_row = self._state.logprob_ids
+        named = {j: by_row[row] for j, row in enumerate(rows_P.tolist()) if row in by_row}
+        if not named:
+            return None
+        named_PK = np.full((len(rows_P), int(top_k_P.max())), -1, np.int64)
+        for j, ids in named.items():
+            named_PK[j, : len(ids)] = ids
+        return to_device(named_PK, self._state.device)

@@ -199,6 +199,7 @@ class SamplingState:
         self.flags_R = np.zeros(num_rows, np.uint16)
         self.top_k_R = np.zeros(num_rows, np.int32)
         self.num_logprobs_R = np.zeros(num_rows, np.int32)
+        self.logprob_ids: dict[int, NDArray[np.int64]] = {}  # by row, of those that name some
         records = np.zeros(num_rows, _RECORD)
         for row, record in enumerate(records):
             _fill(record, row, 0, SamplingParams(temperature=0.0), vocab_size)
@@ -227,6 +228,11 @@ class SamplingState:
                 stops[join.row] = self._in_vocabulary(dict.fromkeys(join.stop_ids, -np.inf))
             self.top_k_R[join.row] = record["top_k"]
             self.num_logprobs_R[join.row] = sampling.logprobs or 0
+            self.logprob_ids.pop(join.row, None)
+            if sampling.logprob_token_ids:
+                named = [i for i in sampling.logprob_token_ids if 0 <= i < self.vocab_size]
+                self.logprob_ids[join.row] = np.array(named, np.int64)
+                self.num_logprobs_R[join.row] = len(named)
             self.flags_R[join.row] = _flags(sampling, bool(bias), bool(stops.get(join.row)))
         values_JC = to_device(_as_columns(records).numpy(), self.device)
         self._table_RC.index_copy_(0, values_JC.view(torch.int64)[:, 0], values_JC)

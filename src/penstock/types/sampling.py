@@ -9,6 +9,7 @@ from penstock.errors import RequestError
 from penstock.types.guided_decoding import GuidedDecodingParams
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
 MAX_SAMPLES = 128
 MAX_LOGIT_BIAS = 1024  # tokens; every device row has room for as many as the widest request brought
@@ -39,6 +40,7 @@ _NOT_WITH_BEAMS = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "logit_bias", "stop", "prompt_logprobs", "guided_decoding", "bad_words"),
     *("bad_words_token_ids", "allowed_token_ids", "logits_processors", "thinking_token_budget"),
+    "logprob_token_ids",
 )
 
 
@@ -68,6 +70,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # whose log-probabilities are reported instead of those of the best `logprobs`
+    logprob_token_ids: tuple[int, ...] = ()
     n: int = 1
     best_of: int | None = None
     use_beam_search: bool = False  # of `best_of` beams, else `n`; the best `n` are returned
@@ -85,6 +89,10 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         for name in ("stop_token_ids", "bad_words", "bad_words_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logprob_token_ids", tuple(dict.fromkeys(self.logprob_token_ids)))
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
+        _within("logprob_token_ids", len(self.logprob_token_ids), 0, MAX_LOGPROB_TOKEN_IDS)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
             _within("allowed_token_ids", len(self.allowed_token_ids), 1, MAX_ALLOWED_TOKEN_IDS)

@@ -45,3 +45,16 @@ def test_records_have_the_dtypes_of_the_step_result():
 
 def test_asking_for_more_than_the_vocabulary_gives_the_vocabulary():
     assert token_logprobs(torch.randn(1, 9), torch.tensor([1]), 20).top_ids_JK.shape == (1, 9)
+
+
+def test_named_tokens_stand_in_place_of_the_best():
+    logits = torch.randn(3, 9)
+    named = torch.tensor([[7, 0, 3, 5], [-1, -1, -1, -1], [2, -1, -1, -1]])
+    found = token_logprobs(logits, torch.tensor([1, 2, 3]), 4, named)
+    expected = logits.log_softmax(-1)
+    assert found.top_ids_JK[0].tolist() == [7, 0, 3, 5]
+    assert found.top_ids_JK[1].tolist() == logits[1].topk(4).indices.tolist()
+    assert found.top_ids_JK[2, 0] == 2
+    torch.testing.assert_close(found.top_logprobs_JK, expected.gather(-1, found.top_ids_JK))
+    wide = token_logprobs(logits, torch.tensor([1, 2, 3]), 20, named[:, [0] * 20])
+    assert wide.top_ids_JK.shape == (3, 9)

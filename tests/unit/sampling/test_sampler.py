@@ -245,3 +245,27 @@ def test_logprobs_come_from_the_raw_logits():
             row.top_logprobs, expected[at : at + 1, order[:num_top]], rtol=1e-5
         )
     assert rows[0].token_ids.tolist() == [7]
+
+
+def test_rows_that_name_tokens_get_those_and_others_the_best():
+    logits = some_logits(3)
+    sampler = make_sampler(
+        join(0, temperature=0.0, logprob_token_ids=[9, 2, 9, 5]),
+        join(1, temperature=0.0, logprobs=1),
+        join(2, temperature=0.0, logprob_token_ids=[4]),
+    )
+
+    def tops():
+        found = sample(sampler, logits, [0, 1, 2], [4, 4, 4]).logprobs.start_copy()
+        rows = found.rows(np.arange(3), np.ones(3, np.int64))
+        expected = logits.log_softmax(-1)
+        for at, row in rows.items():
+            np.testing.assert_allclose(
+                row.top_logprobs, expected[[at]][:, row.top_ids[0]], rtol=1e-5
+            )
+        return [rows[at].top_ids[0].tolist() for at in range(3)]
+
+    best = logits[:, :].argmax(-1).tolist()
+    assert tops() == [[9, 2, 5], [best[1]], [4]]
+    sampler.join([join(0, temperature=0.0, logprobs=2)])  # another sequence takes the row
+    assert tops()[0] == logits[0].topk(2).indices.tolist()

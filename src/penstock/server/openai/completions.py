@@ -155,7 +155,9 @@ class _Choice:
         self._index = index
         self._prompt_entries = prompt_entries
         names = state.names.as_ids() if asked.return_tokens_as_token_ids else state.names
-        self._writer = CompletionWriter(names, asked.logprobs or 0)
+        self._writer = CompletionWriter(
+            names, asked.logprobs or 0, len(asked.logprob_token_ids or ())
+        )
         self._shows_ids = _shows_ids(asked, state)
         self._begun = False
 

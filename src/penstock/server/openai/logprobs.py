@@ -53,9 +53,11 @@ def chat_logprobs(entries: Iterable[TokenLogprob], names: TokenNames) -> ChatLog
 class CompletionWriter:
     """Writes one sample's tokens in order; `text_offset` runs on from chunk to chunk."""
 
-    def __init__(self, names: TokenNames, num_top: int) -> None:
+    def __init__(self, names: TokenNames, num_top: int, num_named: int = 0) -> None:
+        """`num_named`: tokens of the output that are reported, if not the best `num_top`."""
         self._names = names
         self._num_top = num_top
+        self._num_named = num_named
         self._offset = 0
 
     def write_prompt(
@@ -63,12 +65,17 @@ class CompletionWriter:
     ) -> None:
         """The first token has nothing before it, so no probability."""
         self._write(into, ids[0], None, None)
-        self.write(into, entries)
+        self._write_all(into, entries, self._num_top)
 
     def write(self, into: CompletionLogprobs, entries: Iterable[TokenLogprob]) -> None:
+        self._write_all(into, entries, self._num_named or self._num_top)
+
+    def _write_all(
+        self, into: CompletionLogprobs, entries: Iterable[TokenLogprob], num_top: int
+    ) -> None:
         for entry in entries:
             top: dict[str, float] = {}
-            for token_id, logprob in entry.top[: self._num_top]:
+            for token_id, logprob in entry.top[:num_top]:
                 top.setdefault(self._names.name(token_id), logprob)
             top.setdefault(self._names.name(entry.token_id), entry.logprob)
             self._write(into, entry.token_id, entry.logprob, top)

@@ -61,6 +61,8 @@ FIELDS = {
     "number of alternatives to each.",
     "top_logprobs": "Alternatives to each output token; needs logprobs.",
     "suffix": "Text behind the output, for models that were taught to fill in the middle.",
+    "logprob_token_ids": "Tokens whose log probabilities are returned in place of the likeliest "
+    "ones; needs logprobs.",
     "prompt_logprobs": "Log probabilities of the prompt's tokens, with so many alternatives.",
     "echo": "Begin the output with the prompt; in a chat with the assistant's words that it "
     "continues.",

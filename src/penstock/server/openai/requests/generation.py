@@ -29,6 +29,7 @@ from penstock.types.sampling import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGITS_PROCESSORS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -68,6 +69,12 @@ AllowedIds = Annotated[
     at_most("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
     Field(min_length=1),
     shown_as(Annotated[list[Count], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]),
+]
+LogprobIds = Annotated[
+    TokenIds,
+    at_most("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
+    Field(min_length=1),
+    shown_as(Annotated[list[Count], Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]),
 ]
 BadWords = Annotated[
     Texts,
@@ -121,7 +128,6 @@ class GenerationFields(Strict):
         "vllm_xargs": "nothing reads it; logits_processors take arguments",
         "mm_processor_kwargs": "only text is supported",
         "repetition_detection": "outputs are not searched for repetition; set a penalty",
-        "logprob_token_ids": "ask for logprobs, or for prompt_logprobs",
     }
 
     model: str | None = None
@@ -161,6 +167,7 @@ class GenerationFields(Strict):
     detokenize: bool = True
     echo: bool = False
     prompt_logprobs: Int32 | None = None
+    logprob_token_ids: LogprobIds | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     request_id: str | None = Field(default=None, pattern=r"^[\w.:-]{1,128}$")
@@ -189,7 +196,6 @@ class GenerationFields(Strict):
     vllm_xargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     repetition_detection: Any = None
-    logprob_token_ids: TokenIds | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -205,6 +211,13 @@ class GenerationFields(Strict):
                 "invalid_value",
                 "stream_options is only allowed with stream: true",
                 "stream_options",
+            )
+        logprobs: bool | int | None = getattr(self, "logprobs", None)  # a number of completions
+        if self.logprob_token_ids and (logprobs is None or logprobs is False):
+            raise RequestError(
+                "invalid_value",
+                "logprob_token_ids needs logprobs, which are returned with these tokens",
+                "logprob_token_ids",
             )
         if self.use_beam_search and self.stream:
             raise RequestError(
@@ -264,7 +277,7 @@ _SAMPLING_FIELDS = (
     *("include_stop_str_in_output", "prompt_logprobs", "n", "best_of", "detokenize"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
     *("allowed_token_ids", "bad_words", "thinking_token_budget"),
-    *("use_beam_search", "length_penalty", "early_stopping"),
+    *("use_beam_search", "length_penalty", "early_stopping", "logprob_token_ids"),
 )
 
 
