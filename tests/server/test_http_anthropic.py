@@ -79,6 +79,30 @@ def test_blocks_of_text_are_a_text_and_what_is_marked_for_a_cache_is_read(client
     )
 
 
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        ({"type": "forever"}, "cache_control.type is 'forever', it must be ephemeral"),
+        ({"type": "ephemeral", "ttl": "1d"}, "ttl is '1d', it must be 5m or 1h"),
+        ({"type": "ephemeral", "tll": "1h"}, "did you mean 'ttl'"),
+        ("ephemeral", "must be an object|valid dictionary"),
+    ],
+)
+def test_a_mark_for_a_cache_that_says_something_else_is_refused(client, mark, said):
+    text = {"type": "text", "text": "Hi", "cache_control": mark}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [text]}
+    tool = {"name": "f", "input_schema": {}, "cache_control": mark}
+    for place in (
+        {"cache_control": mark},
+        {"system": [text]},
+        {"messages": [{"role": "user", "content": [text]}]},
+        {"messages": [{"role": "user", "content": [result]}]},
+        {"tools": [tool]},
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=said):
+            client.messages.create(**ask(**place))
+
+
 def test_a_stream_is_the_whole_message(client):
     asked = ask(messages=[{"role": "user", "content": "weather?"}], tools=TOOLS)
     whole = client.messages.create(**asked)

@@ -194,6 +194,25 @@ def test_the_responses_and_messages_apis_tell_the_same(client, line):
         assert said["text"].text == message.content
 
 
+def test_what_was_marked_for_the_cache_is_found_there(client):
+    url = str(client.base_url).removesuffix("/v1/")
+    claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    words = "The swan lived near a river and walked along it every day. " * 8
+    read = []
+    for question in ("Where?", "When?"):
+        usage = claude.messages.create(
+            model="tiny",
+            system=[{"type": "text", "text": words, **mark}],
+            messages=[{"role": "user", "content": question}],
+            max_tokens=1,
+        ).usage
+        assert usage.cache_creation_input_tokens == 0
+        read.append((usage.cache_read_input_tokens, usage.input_tokens))
+    (_, first), (found, rest) = read
+    assert found >= 64 and rest < first - 64
+
+
 def test_the_parsers_can_be_switched_off_and_requests_be_trusted_with_templates():
     flags = ("--reasoning_parser", "none", "--tool_parser", "none", "--trust_request_chat_template")
     with Server("tiny", *flags) as server:

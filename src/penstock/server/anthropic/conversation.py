@@ -22,11 +22,13 @@ _TOOL_FIELDS = (
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
     chat: list[dict[str, Any]] = []
     if system is not None:
+        _check_marks(system, "system")
         chat.append({"role": "system", "content": text_of(system, _TEXT, "system")})
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         content = message.get("content") if isinstance(message, dict) else None
+        _check_marks(content, f"{where}.content")
         match role:
             case "user":
                 chat += _of_user(content, f"{where}.content")
@@ -42,6 +44,34 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[dict[str, Any]]:
                     f"{where}.role",
                 )
     return chat
+
+
+def check_cache_control(mark: Any, where: str) -> None:
+    """Anthropic's end of a prefix to keep. Every prefix is kept here while there is room, so a mark
+    changes nothing, but one that says something else is not passed over."""
+    if not isinstance(mark, dict):
+        raise RequestError("invalid_type", f"{where} must be an object, it is {shown(mark)}", where)
+    for name, allowed in (("type", ("ephemeral",)), ("ttl", (None, "5m", "1h"))):
+        if mark.get(name) not in allowed:
+            words = " or ".join(one for one in allowed if one)
+            raise RequestError(
+                "invalid_value",
+                f"{where}.{name} is {shown(mark.get(name))}, it must be {words}",
+                f"{where}.{name}",
+            )
+    for name in mark.keys() - {"type", "ttl"}:
+        said = f"unknown field '{where}.{name[:80]}'{did_you_mean(name, ('type', 'ttl'))}"
+        raise RequestError("unknown_field", said, f"{where}.{name[:80]}")
+
+
+def _check_marks(content: Any, where: str) -> None:
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(block, dict):
+            continue
+        if block.get("cache_control") is not None:
+            check_cache_control(block["cache_control"], f"{where}[{index}].cache_control")
+        if block.get("type") == "tool_result":
+            _check_marks(block.get("content"), f"{where}[{index}].content")
 
 
 def _of_user(content: Any, where: str) -> Iterator[dict[str, Any]]:
@@ -124,6 +154,8 @@ def check_tools(value: Any) -> Any:
                 hint = did_you_mean(name, _TOOL_FIELDS)
                 said = f"unknown field '{where}.{name[:80]}'{hint}"
                 raise RequestError("unknown_field", said, f"{where}.{name[:80]}")
+        if tool.get("cache_control") is not None:
+            check_cache_control(tool["cache_control"], f"{where}.cache_control")
         text_field(tool, "name", where)
         if not isinstance(tool.get("input_schema"), dict):
             raise RequestError(

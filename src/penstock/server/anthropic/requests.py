@@ -10,6 +10,7 @@ from penstock.errors import RequestError
 from penstock.server.anthropic.conversation import (
     chat_messages,
     chat_tool,
+    check_cache_control,
     check_tools,
 )
 from penstock.server.openai.requests.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
@@ -141,6 +142,8 @@ class PromptFields(Strict):
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
         refuse_unsupported(self, self.UNSUPPORTED)
+        if self.cache_control is not None:
+            check_cache_control(self.cache_control, "cache_control")
         return self
 
     @property

@@ -125,7 +125,8 @@ FIELDS = {
     "disable_parallel_tool_use": "true: at most one call is returned.",
     "display": "Nothing is summarized: thinking is returned as it is.",
     "output_config": "Effort, and the format of the output.",
-    "cache_control": "Not used: prefixes are found by themselves.",
+    "cache_control": "Type ephemeral, ttl 5m or 1h. Changes nothing: every prefix is kept while "
+    "there is room, and usage says how much of one was found.",
     "truncation": "auto: the oldest turns are left out where the conversation is too long; "
     "disabled: it is refused.",
     "include": "message.output_text.logprobs: log probabilities of the output tokens.",
