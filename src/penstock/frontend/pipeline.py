@@ -14,11 +14,12 @@ from penstock.frontend.beam_generation import BeamGeneration
 from penstock.frontend.client import EngineClient
 from penstock.frontend.generation import Generation
 from penstock.frontend.limits import make_requests
+from penstock.frontend.output_grammars import OutputGrammars
 from penstock.frontend.rendering import Renderer
 from penstock.frontend.sample import Sample
 from penstock.text.chat_format import ChatFormat
 from penstock.text.fill_in_middle import find_fim_tokens
-from penstock.text.grammars.output_grammar import AnswerStart, is_free, output_grammar
+from penstock.text.grammars.output_grammar import AnswerStart, is_free
 from penstock.text.output_parser import OutputParser
 from penstock.text.reasoning.budget import thinking_budget
 from penstock.text.tokenizer import MAX_CHARS_PER_TOKEN, Tokenizer, check_length
@@ -52,6 +53,7 @@ class GenerationPipeline:
         self.renderer = renderer
         self._request_renderer = request_renderer
         self.chat_format = chat_format
+        self._grammars = None if tokenizer is None else OutputGrammars(tokenizer)
         self._fim = None if tokenizer is None else find_fim_tokens(tokenizer)
         self._stream_interval = stream_interval
 
@@ -150,24 +152,18 @@ class GenerationPipeline:
         return self.tokenizer.decode(last_ids, skip_special_tokens=False), continued
 
     async def _grammar(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> str | None:
-        """What the output must match, checked. Large schemas take a while: in a thread."""
+        """What the output must match, checked."""
         guided, tools = ask.sampling.guided_decoding, ask.chat.tools if ask.parse_output else ()
         if is_free(guided, tools, ask.tool_rule):
             return None
-        if self.tokenizer is None:
+        if self._grammars is None:
             param = "tools" if guided is None else guided.param
             raise _needs_tokenizer("an output that must match a grammar", param)
         start = AnswerStart()
         if ask.parse_output:
             start = self.chat_format.answer_start(*self._beginning(ask, prompt_ids))
-        return await asyncio.to_thread(
-            output_grammar,
-            self.tokenizer,
-            start,
-            guided,
-            tools,
-            ask.tool_rule,
-            ask.parallel_tool_calls,
+        return await self._grammars.get(
+            start, guided, tools, ask.tool_rule, ask.parallel_tool_calls
         )
 
     def _thinking(self, ask: GenerateInput, prompt_ids: Sequence[int]) -> ThinkingBudget | None:
