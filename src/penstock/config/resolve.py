@@ -10,13 +10,23 @@ from typing import TypeVar
 
 from penstock.config.graphs import MIXED_TOKENS, Mix
 from penstock.config.launch import Place
+from penstock.config.resolve_ranks import (
+    all_to_all,
+    balance_of,
+    check_drafting_stages,
+    check_ranks,
+    expert_load_path,
+    expert_slots,
+    mesh_of,
+    num_ranks_here,
+    one_shot_sums,
+)
 from penstock.config.run import (
     Drafting,
     EagleDrafting,
     ModelDrafting,
     MTPDrafting,
     NGramDrafting,
-    PromptBalance,
     RunConfig,
     StateSaving,
     ThinkingDrafts,
@@ -28,8 +38,6 @@ from penstock.config.speculative import DRAFT_LENS, FINAL_STATE, SpeculativeConf
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
-from penstock.types.expert_slots import ExpertSlots, check_num_slots, check_slots
-from penstock.types.mesh import MeshShape, stage_layers
 from penstock.types.model_spec import DraftModel, ModelSpec, QuantSpec, W8A8Spec
 from penstock.types.setting_choice import SettingChoice
 
@@ -80,7 +88,7 @@ def resolve(
     choices = _Choices()
     kv = config.kv_cache_config
     kind = choices.add("device", _device(config, device))
-    _check_ranks(config, spec, device, kind, place)
+    check_ranks(config, spec, device, kind, place)
     # Codes are multiplied as they are, with inputs in 16 bits if that is asked for.
     is_coarse = kind == "cpu" and model_path.endswith(".gguf") and config.dtype in _HALVES
     dtype = choices.add("dtype", _dtype(config, spec, device, kind, is_coarse))
@@ -101,10 +109,10 @@ def resolve(
     moe_backend = "none"
     if spec.moe is not None:
         moe_backend = choices.add("moe_backend", _moe(config, device, kind))
-    mesh = choices.add("mesh", _mesh(config, spec))
+    mesh = choices.add("mesh", mesh_of(config, spec))
     max_num_tokens, max_batch_size = _step_limits(config, kind, choices)
     drafting = _drafting(config, spec, device, kind, choices, draft)
-    _check_drafting_stages(config, spec, drafting)
+    check_drafting_stages(config, spec, drafting)
     cached_spec = spec.with_mtp_layer() if isinstance(drafting, MTPDrafting) else spec
     graph_batch_sizes = choices.add(
         "graph_batch_sizes",
@@ -139,8 +147,8 @@ def resolve(
         device=kind,
         num_threads=choices.add("num_threads", _num_threads(config, device, kind, place)),
         mesh=mesh,
-        one_shot_sums=_one_shot_sums(config, kind),
-        balance=_balance(config),
+        one_shot_sums=one_shot_sums(config, kind),
+        balance=balance_of(config),
         num_replicas=config.data_parallel_size,
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
@@ -169,9 +177,9 @@ def resolve(
         moe_backend=moe_backend,
         moe_max_tokens=config.moe_config.max_num_tokens,
         moe_all_to_all=spec.moe is not None
-        and choices.add("moe_all_to_all", _all_to_all(config, mesh)),
-        expert_slots=_expert_slots(config, spec, mesh),
-        expert_load_path=_expert_load_path(config, spec, mesh),
+        and choices.add("moe_all_to_all", all_to_all(config, mesh)),
+        expert_slots=expert_slots(config, spec, mesh),
+        expert_load_path=expert_load_path(config, spec, mesh),
         graph_batch_sizes=graph_batch_sizes,
         graph_token_sizes=config.cuda_graph_config.token_sizes(max_num_tokens)
         if config.cuda_graph_config is not None and graph_batch_sizes and mesh.cp == 1
@@ -201,203 +209,6 @@ def _device(config: EngineConfig, device: DeviceInfo) -> Reasoned[str]:
     if config.device == "cuda" and device.kind != "cuda":
         raise ConfigError("device is cuda, but there is no GPU; set device to cpu or auto")
     return config.device, "set by device"
-
-
-def _check_place(config: EngineConfig, place: Place) -> None:
-    """A launcher has to start the ranks that the settings want, and no others."""
-    tp, pp, cp = (
-        config.tensor_parallel_size,
-        config.pipeline_parallel_size,
-        config.context_parallel_size,
-    )
-    way_out = "set launcher to local to start the ranks from here"
-    if place.rank:
-        raise ConfigError(
-            f"{place.launcher} has started this process as rank {place.rank} of {place.size}, and "
-            "rank 0 has the engine: start 'penstock serve' on all ranks, or the program by "
-            f"'trtllm-llmapi-launch'; or {way_out}"
-        )
-    if config.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size is {config.data_parallel_size}, and {place.launcher} has started "
-            f"{place.size} ranks: replicas are on one node, started from here; start one server "
-            f"per replica, or {way_out}"
-        )
-    if config.num_ranks != place.size:
-        raise ConfigError(
-            f"{place.launcher} has started {place.size} ranks, but tensor_parallel_size {tp} x "
-            f"pipeline_parallel_size {pp}{f' x context_parallel_size {cp}' if cp > 1 else ''} = "
-            f"{config.num_ranks}; make them equal, or {way_out}"
-        )
-
-
-def _check_ranks(
-    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, place: Place | None
-) -> None:
-    """More ranks than GPUs cannot start; on a CPU ranks are processes, for those who ask for it."""
-    size = config.num_ranks
-    if place is not None:
-        _check_place(config, place)
-    num_gpus = device.num_devices if device.kind == "cuda" else 0
-    on_asked_cpu = kind == "cpu" and config.device == "cpu"
-    if place is not None and place.local_size > num_gpus and not on_asked_cpu:
-        raise ConfigError(
-            f"{place.launcher} has started {place.local_size} ranks on this node, but it has "
-            f"{num_gpus} GPUs; start at most one rank per GPU, or set device to cpu"
-        )
-    by_ray = config.launcher == "ray"  # which counts the GPUs of all nodes
-    if by_ray and config.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size is {config.data_parallel_size}, and Ray starts the ranks of one "
-            "engine; start one server per replica, or leave launcher and orchestrator_type out"
-        )
-    if place is None and not by_ray and size > 1 and size > num_gpus and not on_asked_cpu:
-        asked = f"tensor_parallel_size is {size}"
-        if (tp := config.tensor_parallel_size) < size:
-            names = ("pipeline_parallel_size", "context_parallel_size")
-            sizes = [f"{name} {n}" for name in names if (n := getattr(config, name)) > 1]
-            asked = " x ".join([f"tensor_parallel_size {tp}", *sizes]) + f" = {size} ranks"
-        raise ConfigError(
-            f"{asked}, but there are {num_gpus} GPUs; lower it to {max(num_gpus, 1)}"
-            + ("" if num_gpus else ", or set device to cpu to run the ranks as CPU processes")
-        )
-    num_engines = config.data_parallel_size
-    if num_engines > 1 and num_gpus < size and not on_asked_cpu:  # of the GPUs that are this one's
-        raise ConfigError(
-            f"data_parallel_size is {num_engines}, which takes {num_engines * size} GPUs, "
-            f"{size} for each engine; lower it"
-            + ("" if num_gpus else ", or set device to cpu to run the engines on the CPU")
-        )
-    _check_stages(config, spec)
-    _check_context(config, spec)
-    _check_adapters(config)
-    size = config.tensor_parallel_size
-    if config.enable_attention_dp:
-        return
-    if spec.num_heads % size:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, which does not divide the {spec.num_heads} attention "
-            "heads of the model"
-        )
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, which is neither a divisor nor a multiple of the "
-            f"{spec.num_kv_heads} KV heads of the model"
-        )
-
-
-def _check_stages(config: EngineConfig, spec: ModelSpec) -> None:
-    num_stages = config.pipeline_parallel_size
-    if num_stages == 1:
-        return
-    if num_stages > spec.num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size is {num_stages}, but the model has {spec.num_layers} layers; "
-            "a stage has one at least"
-        )
-
-    def remembered(layers: range) -> set[int | str | None]:
-        has_state = spec.delta.layers if spec.delta is not None else (False,) * spec.num_layers
-        return {"state" if has_state[layer] else spec.window_of(layer) for layer in layers}
-
-    for number, layers in enumerate(stage_layers(spec.num_layers, num_stages)):
-        if remembered(layers) != remembered(range(spec.num_layers)):
-            raise ConfigError(
-                f"pipeline_parallel_size is {num_stages}: of {spec.num_layers} layers stage "
-                f"{number} has {len(layers)}, which do not have all kinds of cache that the model "
-                "has; use fewer stages"
-            )
-
-
-def _check_drafting_stages(
-    config: EngineConfig, spec: ModelSpec, drafting: Drafting | None
-) -> None:
-    num_stages = config.pipeline_parallel_size
-    if num_stages == 1 or drafting is None or config.speculative_config is None:
-        return
-    why, kind = "", config.speculative_config.decoding_type
-    if not isinstance(drafting, NGramDrafting):
-        why = (
-            "drafts are made on the last stage, which has neither the embedding nor a cache for "
-            "layers that draft, nor what others compute; use decoding_type NGram, or leave one of "
-            "the two out"
-        )
-    elif spec.delta is not None:
-        why = (
-            "recurrent layers of earlier stages would go on before it is known which drafts count; "
-            "leave one of the two out"
-        )
-    if why:
-        raise ConfigError(
-            f"pipeline_parallel_size {num_stages} and speculative_config ({kind}) cannot be "
-            f"combined yet: {why}"
-        )
-
-
-def _check_context(config: EngineConfig, spec: ModelSpec) -> None:
-    size, here = config.context_parallel_size, config.kv_cache_config.tokens_per_block
-    asked = config.cp_config and config.cp_config.tokens_per_block
-    if asked not in (None, here):
-        raise ConfigError(
-            f"cp_config.tokens_per_block is {asked}, but kv_cache_config.tokens_per_block is "
-            f"{here}; give one of the two"
-        )
-    if size == 1:
-        return
-    if size & (size - 1):
-        raise ConfigError(
-            f"context_parallel_size is {size}; use a power of two, so that blocks fall into equal "
-            "parts"
-        )
-    if config.enable_attention_dp and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"context_parallel_size {size} and enable_attention_dp cannot be combined: one shares "
-            "a sequence among ranks, the other gives ranks sequences of their own; leave one of "
-            "the two out"
-        )
-    if spec.delta is not None:
-        raise ConfigError(
-            f"context_parallel_size is {size}, but the model has recurrent layers, whose states "
-            "cannot be split by tokens; use tensor_parallel_size"
-        )
-    if all(spec.window_of(layer) is not None for layer in range(spec.num_layers)):
-        raise ConfigError(
-            f"context_parallel_size is {size}, but all layers of the model see a window only, "
-            "whose cache is not split; use tensor_parallel_size"
-        )
-
-
-def _check_adapters(config: EngineConfig) -> None:
-    if config.lora is None:
-        return
-    for name, is_asked in (
-        ("enable_attention_dp", config.enable_attention_dp and config.tensor_parallel_size > 1),
-        ("pipeline_parallel_size", config.pipeline_parallel_size > 1),
-        ("context_parallel_size", config.context_parallel_size > 1),
-    ):
-        if is_asked:
-            raise ConfigError(
-                f"adapters (lora_config) and {name} cannot be combined yet: an adapter is applied "
-                "where its tokens are; leave one of the two out"
-            )
-
-
-def _one_shot_sums(config: EngineConfig, kind: str) -> bool:
-    if config.allreduce_strategy != "ONESHOT":
-        return False
-    if kind != "cuda":
-        raise ConfigError(
-            "allreduce_strategy is ONESHOT, which needs GPUs that read each other's memory; leave "
-            "it out on a CPU"
-        )
-    return True
-
-
-def _num_ranks(config: EngineConfig, place: Place | None) -> int:
-    """Of all engines, on this machine."""
-    if place is not None:
-        return place.local_size
-    return config.num_ranks * config.data_parallel_size
 
 
 def _dtype(
@@ -535,102 +346,6 @@ def _moe(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[str]:
     return best, reason if asked in ("AUTO", best.upper()) else f"{reason}; stands in for {asked}"
 
 
-def _all_to_all(config: EngineConfig, mesh: MeshShape) -> Reasoned[bool]:
-    if config.moe_config.backend != "WIDEEP":
-        return False, "moe_config.backend is not WIDEEP"
-    if mesh.dp == 1 or mesh.dp < mesh.stage_size:
-        return False, "ranks have the same tokens: that is otherwise with enable_attention_dp"
-    if mesh.ep < mesh.stage_size:
-        return False, f"{mesh.etp} rank(s) share an expert: all of them need its tokens"
-    return True, "WIDEEP: ranks have other tokens and other experts"
-
-
-def _expert_slots(config: EngineConfig, spec: ModelSpec, mesh: MeshShape) -> ExpertSlots | None:
-    asked, name = config.moe_config.load_balancer, "moe_config.load_balancer"
-    if asked is None:
-        return None
-    if (moe := spec.moe) is None:
-        raise ConfigError(f"{name} is set, but {spec.architecture} has no experts; leave it out")
-    if mesh.ep == 1:
-        raise ConfigError(
-            f"{name} is set, but no rank has other experts than another; set "
-            "moe_expert_parallel_size (--ep_size) to the number of ranks, or leave it out"
-        )
-    if mesh.ep < mesh.stage_size or mesh.stage_size not in (mesh.dp, mesh.tp):
-        raise ConfigError(
-            f"{name} is set, and {mesh} is not one set of whole experts per rank; set "
-            f"moe_expert_parallel_size to {mesh.stage_size}, or leave it out"
-        )
-    num_slots = moe.num_experts if asked.num_slots is None else asked.num_slots
-    check_num_slots(num_slots, moe.num_experts, mesh.ep)
-    initial = asked.initial_global_assignments or {}
-    for layer, slots in initial.items():
-        what = f"{name}.initial_global_assignments of layer {layer}"
-        is_head = spec.num_layers <= layer < spec.num_layers + spec.num_nextn_predict_layers
-        if not is_head and not (0 <= layer < spec.num_layers and moe.layers[layer]):
-            raise ConfigError(f"{what} is given, but that is no layer of experts; leave it out")
-        if len(slots) != num_slots:
-            raise ConfigError(f"{what} has {len(slots)} slots, but num_slots is {num_slots}")
-        check_slots(what, slots, moe.num_experts, mesh.ep)
-    return ExpertSlots(
-        num_slots=num_slots,
-        layer_updates=asked.layer_updates_per_iter,
-        initial=tuple((layer, tuple(slots)) for layer, slots in sorted(initial.items())),
-    )
-
-
-def _expert_load_path(config: EngineConfig, spec: ModelSpec, mesh: MeshShape) -> str | None:
-    path = config.moe_config.load_record_path
-    if path is not None and (spec.moe is None or mesh.pp > 1):
-        reason = "the model has no experts" if spec.moe is None else "rank 0 has one stage's layers"
-        raise ConfigError(f"moe_config.load_record_path is set, but {reason}; leave it out")
-    return path
-
-
-def _ep_size(config: EngineConfig, spec: ModelSpec) -> Reasoned[int]:
-    """Sets of ranks with other experts; what is not given of the two sizes follows."""
-    cp_size, asked = config.context_parallel_size, config.moe_expert_parallel_size
-    tp_size = config.tensor_parallel_size * cp_size
-    moe_tp_size = config.moe_tensor_parallel_size
-    if spec.moe is None:
-        return 1, "the model has no experts"
-    if asked is None and moe_tp_size is None:
-        return 1, "all ranks share every expert"
-    ep_size = asked or max(1, tp_size // (moe_tp_size or 1))
-    moe_tp_size = moe_tp_size or max(1, tp_size // ep_size)
-    if ep_size * moe_tp_size != tp_size:
-        raise ConfigError(
-            f"moe_expert_parallel_size {ep_size} x moe_tensor_parallel_size {moe_tp_size} = "
-            f"{ep_size * moe_tp_size} ranks, but tensor_parallel_size "
-            + (f"x context_parallel_size = {tp_size}" if cp_size > 1 else f"is {tp_size}")
-            + "; give one of the two, a divisor of it"
-        )
-    if ep_size > spec.moe.num_experts:
-        raise ConfigError(
-            f"moe_expert_parallel_size is {ep_size}, but there are {spec.moe.num_experts} experts; "
-            "use a smaller one"
-        )
-    name = "moe_tensor_parallel_size" if asked is None else "moe_expert_parallel_size"
-    return ep_size, f"set by {name}; {moe_tp_size} rank(s) share an expert"
-
-
-def _mesh(config: EngineConfig, spec: ModelSpec) -> Reasoned[MeshShape]:
-    size, (ep_size, experts) = config.tensor_parallel_size, _ep_size(config, spec)
-    pp = config.pipeline_parallel_size
-    if config.enable_attention_dp:
-        reason = "enable_attention_dp gives each of tensor_parallel_size ranks its own requests"
-        return MeshShape(pp=pp, dp=size, ep=ep_size), f"{reason}; {experts}"
-    mesh = MeshShape(pp=pp, cp=config.context_parallel_size, tp=size, ep=ep_size)
-    return mesh, f"set by tensor_parallel_size; {experts}"
-
-
-def _balance(config: EngineConfig) -> PromptBalance | None:
-    asked = config.attention_dp_config
-    if not (config.enable_attention_dp and asked.enable_balance):
-        return None
-    return PromptBalance(batching_wait=asked.batching_wait_iters, timeout=asked.timeout_iters)
-
-
 def _step_limits(config: EngineConfig, kind: str, choices: _Choices) -> tuple[int, int]:
     """Tokens and sequences of one step. Each running sequence takes at least one token of it."""
     rows, tokens = config.max_batch_size, config.max_num_tokens
@@ -752,7 +467,7 @@ def _host_cache(
         return size, "set by kv_cache_config.host_cache_size"
     if kind == "cpu":
         return 0, "the cache is in host memory"
-    num_ranks = _num_ranks(config, place)
+    num_ranks = num_ranks_here(config, place)
     share = device.host_bytes // _HOST_CACHE_PART // num_ranks
     return share, f"{num_ranks} rank(s), 1/{_HOST_CACHE_PART} of host memory"
 
@@ -763,7 +478,7 @@ def _num_threads(
     if config.num_threads is not None:
         return config.num_threads, "set by num_threads"
     if kind == "cpu":
-        num_ranks = _num_ranks(config, place)
+        num_ranks = num_ranks_here(config, place)
         share = max(1, device.num_threads // num_ranks)
         return share, f"{device.num_threads} cores, {num_ranks} rank(s)"
     return min(_MAX_HOST_THREADS, device.num_threads), "the GPU computes, the host only loads"

@@ -425,6 +425,7 @@ ALIASES = {
     "tp_size": "tensor_parallel_size",
     "pp_size": "pipeline_parallel_size",
     "cp_size": "context_parallel_size",
+    "dp_size": "data_parallel_size",
     "ep_size": "moe_expert_parallel_size",
 }
 

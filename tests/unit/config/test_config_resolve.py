@@ -1,80 +1,21 @@
 """Every automatic choice, with its reason, on made-up models and devices."""
 
-import re
 from dataclasses import replace
 
 import pytest
+from made_up import CPU, DELTA, EXPERTS, GIB, GPU, make_device, make_spec, reason, run
 
 from penstock.config.resolve import resolve
-from penstock.config.run import PromptBalance
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
-from penstock.types.device import DeviceInfo
-from penstock.types.expert_slots import ExpertSlots
-from penstock.types.mesh import MeshShape
 from penstock.types.model_spec import (
     DeltaSpec,
     LatentSpec,
-    ModelSpec,
-    MoeSpec,
     QuantPart,
     QuantSpec,
-    RopeSpec,
     W8A8Spec,
     WeightOnlySpec,
 )
-
-GIB = 2**30
-
-
-def make_spec(**changes) -> ModelSpec:
-    fields = {
-        "architecture": "LlamaForCausalLM",
-        "model_type": "llama",
-        "vocab_size": 1000,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_layers": 4,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_size": 64,
-        "max_position": 4096,
-        "norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "rope": RopeSpec(),
-        "tie_embeddings": False,
-        "dtype": "bfloat16",
-    }
-    return ModelSpec(**fields | changes)
-
-
-def make_device(kind: str = "cuda", **changes) -> DeviceInfo:
-    fields = {
-        "kind": kind,
-        "name": "H200" if kind == "cuda" else "x86_64",
-        "arch": 90 if kind == "cuda" else 0,
-        "num_devices": 1,
-        "total_bytes": 140 * GIB if kind == "cuda" else 24 * GIB,
-        "free_bytes": 20 * GIB,
-        "host_bytes": 128 * GIB if kind == "cuda" else 24 * GIB,
-        "num_sms": 132,
-        "num_threads": 16,
-        "torch_version": "2.11",
-        "triton_version": "3.6",
-        "cuda_version": "13.0",
-    }
-    return DeviceInfo(**fields | changes)
-
-
-CPU, GPU = make_device("cpu"), make_device("cuda")
-
-
-def run(machine: DeviceInfo = GPU, spec: ModelSpec | None = None, **settings):
-    return resolve(EngineConfig(model="m", **settings), spec or make_spec(), machine, "/models/m")
-
-
-def reason(config, name: str) -> str:
-    return next(choice.reason for choice in config.choices if choice.name == name)
 
 
 def test_defaults_on_a_gpu():
@@ -171,30 +112,6 @@ def test_device_may_be_forced_to_the_cpu_but_not_to_a_missing_gpu():
     assert run(GPU, device="cpu").device == "cpu"
     with pytest.raises(ConfigError, match="there is no GPU; set device to cpu or auto"):
         run(CPU, device="cuda")
-
-
-def test_more_ranks_than_gpus_are_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match="is 8, but there are 1 GPUs; lower it to 1"):
-        run(GPU, tensor_parallel_size=8)
-    with pytest.raises(ConfigError, match=r"there are 0 GPUs.*set device to cpu"):
-        run(CPU, tensor_parallel_size=2)
-
-
-def test_ranks_on_a_cpu_run_when_asked_for_and_share_the_cores():
-    config = run(CPU, tensor_parallel_size=2, device="cpu")
-    assert (config.mesh.tp, config.num_threads) == (2, 8)
-
-
-@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(3, 8, 2), (4, 12, 6)])
-def test_ranks_must_divide_the_heads(size, heads, kv_heads):
-    spec = make_spec(num_heads=heads, num_kv_heads=kv_heads)
-    with pytest.raises(ConfigError, match="heads of the model"):
-        run(make_device(num_devices=8), spec, tensor_parallel_size=size)
-
-
-def test_kv_heads_may_be_fewer_than_ranks():
-    spec = make_spec(num_heads=8, num_kv_heads=2)
-    assert run(make_device(num_devices=8), spec, tensor_parallel_size=8).mesh.tp == 8
 
 
 def test_sequence_length_beyond_the_model_is_lowered_with_a_reason():
@@ -443,9 +360,7 @@ def test_a_cpu_pool_of_so_many_tokens_is_smaller_in_8_bit_floats():
     assert pools[0] == 4 * pools[1] == 101 * 32 * 4 * 2 * 2 * 64 * 4
 
 
-EXPERTS = MoeSpec(layers=(True,) * 4, num_experts=8, num_active=2, intermediate_size=64)
 NO_TRITON = make_device(triton_version=None)
-EIGHT_GPUS = make_device(num_devices=8)
 
 
 @pytest.mark.parametrize(
@@ -475,185 +390,6 @@ def test_a_model_without_experts_has_no_expert_backend():
     config = run(GPU, moe_config={"backend": "CUTLASS"})
     assert config.moe_backend == "none"
     assert "moe_backend" not in {choice.name for choice in config.choices}
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected", "why"),
-    [
-        ({}, 1, "all ranks share every expert"),
-        ({"ep_size": 4}, 4, "set by moe_expert_parallel_size; 2 rank(s) share an expert"),
-        ({"ep_size": 8, "moe_tensor_parallel_size": -1}, 8, "set by moe_expert_parallel_size; 1"),
-        ({"moe_tensor_parallel_size": 4}, 2, "set by moe_tensor_parallel_size; 4 rank(s)"),
-        ({"ep_size": 2, "moe_tensor_parallel_size": 4}, 2, "set by moe_expert_parallel_size; 4"),
-    ],
-)
-def test_ranks_fall_into_sets_of_experts(asked, expected, why):
-    config = run(EIGHT_GPUS, make_spec(moe=EXPERTS), tensor_parallel_size=8, **asked)
-    assert config.mesh.ep == expected
-    assert reason(config, "mesh").startswith(f"set by tensor_parallel_size; {why}")
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"ep_size": 3}, "3 x moe_tensor_parallel_size 2 = 6 ranks, but tensor_parallel_size is 8"),
-        ({"ep_size": 16}, "16 x moe_tensor_parallel_size 1 = 16 ranks, but"),
-        ({"ep_size": 2, "moe_tensor_parallel_size": 2}, "2 x moe_tensor_parallel_size 2 = 4 ranks"),
-        ({"ep_size": 8}, "is 8, but there are 4 experts; use a smaller one"),
-    ],
-)
-def test_sets_that_ranks_cannot_fall_into_are_refused(asked, message):
-    few = make_spec(moe=replace(EXPERTS, num_experts=4))
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        run(EIGHT_GPUS, few, tensor_parallel_size=8, **asked)
-
-
-def test_a_model_without_experts_has_one_set_and_it_is_said():
-    config = run(EIGHT_GPUS, tensor_parallel_size=8, ep_size=4)
-    assert config.mesh.ep == 1
-    assert reason(config, "mesh").endswith("; the model has no experts")
-
-
-def test_attention_dp_gives_every_rank_its_own_requests():
-    asked = {"enable_balance": True, "batching_wait_iters": 50, "timeout_iters": 1}
-    spec = make_spec(moe=EXPERTS, num_heads=6, num_kv_heads=3)  # which 8 ranks could not share
-    config = run(
-        EIGHT_GPUS, spec, tensor_parallel_size=8, ep_size=8, enable_attention_dp=True,
-        attention_dp_config=asked,
-    )  # fmt: skip
-    assert config.mesh == MeshShape(dp=8, ep=8)
-    assert reason(config, "mesh").startswith("enable_attention_dp gives each of tensor_parallel")
-    assert config.balance == PromptBalance(batching_wait=50, timeout=1)
-    shared = run(EIGHT_GPUS, make_spec(), tensor_parallel_size=8, attention_dp_config=asked)
-    assert shared.balance is None
-
-
-def test_a_rank_with_its_own_requests_caches_all_heads():
-    whole, shared, own = (
-        run(CPU, device="cpu", **settings)
-        for settings in ({}, {"tensor_parallel_size": 2},
-                         {"tensor_parallel_size": 2, "enable_attention_dp": True})
-    )  # fmt: skip
-    assert own.kv_cpu_bytes == whole.kv_cpu_bytes and own.max_seq_len == whole.max_seq_len
-    assert shared.mesh == MeshShape(tp=2) and own.mesh == MeshShape(dp=2)
-
-
-@pytest.mark.parametrize(
-    ("asked", "name"),
-    [
-        ({"tensor_parallel_size": 2, "enable_attention_dp": True}, "enable_attention_dp"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"context_parallel_size": 2}, "context_parallel_size"),
-    ],
-)
-def test_adapters_are_refused_where_tokens_or_layers_are_elsewhere(asked, name):
-    with pytest.raises(ConfigError, match=rf"\(lora_config\) and {name} cannot be combined yet"):
-        run(EIGHT_GPUS, enable_lora=True, **asked)
-    assert run(EIGHT_GPUS, enable_lora=True, tensor_parallel_size=2).lora is not None
-
-
-def test_slots_for_experts_and_tokens_that_go_to_the_ranks_of_theirs():
-    asked = {"num_slots": 16, "layer_updates_per_iter": 1}
-    wide = {"tensor_parallel_size": 8, "ep_size": 8, "enable_attention_dp": True}
-    spec = make_spec(moe=EXPERTS)
-    config = run(EIGHT_GPUS, spec, moe_config={"backend": "WIDEEP", "load_balancer": asked}, **wide)
-    assert config.expert_slots == ExpertSlots(num_slots=16, layer_updates=1)
-    assert config.moe_all_to_all
-    for moe_config, further in (
-        ({"backend": "CUTLASS"}, wide),
-        ({"backend": "WIDEEP"}, wide | {"enable_attention_dp": False}),
-        ({"backend": "WIDEEP"}, wide | {"ep_size": 4}),
-    ):
-        config = run(EIGHT_GPUS, spec, moe_config=moe_config, **further)
-        assert not config.moe_all_to_all and config.expert_slots is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "further", "message"),
-    [
-        ({}, {"ep_size": 1}, "no rank has other experts than another"),
-        ({}, {"ep_size": 4}, "is not one set of whole experts per rank; set moe_expert_parallel"),
-        ({"num_slots": 18}, {}, "which 8 expert-parallel ranks cannot share equally; use 24"),
-        ({"initial_global_assignments": {99: [0]}}, {}, "layer 99 is given, but that is no layer"),
-        ({"initial_global_assignments": {1: [0]}}, {}, "layer 1 has 1 slots, but num_slots is 8"),
-        ({"initial_global_assignments": {1: [0] * 8}}, {}, "has no slot for expert 1"),
-    ],
-)
-def test_slots_that_do_not_fit_are_refused(asked, further, message):
-    settings = {"tensor_parallel_size": 8, "ep_size": 8, "moe_config": {"load_balancer": asked}}
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        run(EIGHT_GPUS, make_spec(moe=EXPERTS), **(settings | further))
-
-
-def test_stages_have_a_step_each_and_ranks_of_their_own():
-    config = run(EIGHT_GPUS, tensor_parallel_size=4, pipeline_parallel_size=2)
-    assert config.mesh == MeshShape(pp=2, tp=4) and config.depth == 3
-    assert config.graph_batch_sizes == ()
-    assert run(CPU, device="cpu", pp_size=2).depth == 2
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"tp_size": 8, "pp_size": 2},
-         "tensor_parallel_size 8 x pipeline_parallel_size 2 = 16 ranks, but there are 8 GPUs"),
-        ({"pp_size": 5}, "pipeline_parallel_size is 5, but the model has 4 layers"),
-        ({"pp_size": 2, "speculative_config": {"decoding_type": "MTP"}},
-         "pipeline_parallel_size 2 and speculative_config (MTP) cannot be combined yet: drafts are "
-         "made on the last stage"),
-        ({"pp_size": 4}, "of 4 layers stage 0 has 1, which do not have all kinds of cache"),
-    ],
-)  # fmt: skip
-def test_stages_that_cannot_be_are_refused(asked, message):
-    spec = make_spec(num_layers=4, layer_windows=(16, None, 16, None), num_nextn_predict_layers=1)
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        run(EIGHT_GPUS, spec, **asked)
-    config = run(EIGHT_GPUS, spec, pp_size=2, speculative_config={"decoding_type": "NGram"})
-    assert config.mesh.pp == 2 and config.max_drafts == 4
-
-
-DELTA = DeltaSpec(
-    layers=(True, True, True, False), num_key_heads=2, num_value_heads=4, key_size=64,
-    value_size=64, conv_width=4,
-)  # fmt: skip
-
-
-def test_context_parallel_ranks_have_a_part_of_each_block():
-    spec = make_spec(moe=EXPERTS)
-    config = run(EIGHT_GPUS, spec, cp_size=4, tp_size=2, ep_size=8, cp_config={"cp_type": "helix"})
-    assert config.mesh == MeshShape(cp=4, tp=2, ep=8) and config.tokens_per_block == 4 * 32
-    assert config.graph_batch_sizes and not config.graph_mixes + config.graph_token_sizes
-    alone, shared = (run(CPU, device="cpu", max_seq_len=10**6, cp_size=size) for size in (1, 2))
-    assert shared.kv_cpu_bytes == alone.kv_cpu_bytes  # of a rank
-    implied = run(EIGHT_GPUS, spec, cp_size=2, ep_size=8)
-    assert implied.mesh == MeshShape(cp=2, tp=4, ep=8)
-
-
-@pytest.mark.parametrize(
-    ("asked", "of_spec", "message"),
-    [
-        ({"cp_size": 4, "tp_size": 4}, {},
-         "tensor_parallel_size 4 x context_parallel_size 4 = 16 ranks, but there are 8 GPUs"),
-        ({"cp_size": 3}, {}, "context_parallel_size is 3; use a power of two"),
-        ({"cp_size": 2, "tp_size": 2, "enable_attention_dp": True}, {},
-         "context_parallel_size 2 and enable_attention_dp cannot be combined"),
-        ({"cp_size": 2}, {"layer_windows": (16, 16, 16, 16)},
-         "all layers of the model see a window"),
-        ({"cp_size": 2}, {"delta": DELTA}, "recurrent layers, whose states cannot be split"),
-        ({"cp_size": 2, "tp_size": 2, "ep_size": 2, "moe_tensor_parallel_size": 1},
-         {"moe": EXPERTS},
-         "= 2 ranks, but tensor_parallel_size x context_parallel_size = 4; give one of the two"),
-        ({"cp_config": {"cp_type": "RING", "tokens_per_block": 64}}, {},
-         "cp_config.tokens_per_block is 64, but kv_cache_config.tokens_per_block is 32"),
-        ({"cp_config": {"cp_type": "STAR"}}, {},
-         "cp_config.cp_type is 'STAR', which is not there; there are HELIX and RING"),
-        ({"cp_config": {"cp_type": "RING", "cp_anchor_size": 64}}, {},
-         "cp_config.cp_anchor_size cannot be used: it belongs to STAR"),
-    ],
-)  # fmt: skip
-def test_context_parallelism_that_cannot_be_is_refused(asked, of_spec, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        run(EIGHT_GPUS, make_spec(num_layers=4, **of_spec), **asked)
 
 
 STATE_BYTES = 3 * (3 * (2 * 2 + 4) * 64 * 4 + 4 * 64 * 64 * 4)

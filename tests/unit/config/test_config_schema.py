@@ -1,7 +1,6 @@
 """`EngineConfig`: bounds, names, and messages that say what is wrong and what to do."""
 
 import logging
-import re
 
 import pytest
 from hypothesis import given
@@ -284,22 +283,6 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
     ]
     assert all(line.partition(" is ignored: ")[2] for line in caplog.messages)
     assert config.kv_cache_config == KvCacheConfig()
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"ep_size": 4, "moe_cluster_parallel_size": 2},
-         "moe_cluster_parallel_size is 2, and tensor_parallel_size 4 x 2 = 8 ranks:"),
-        ({"enable_lm_head_tp_in_adp": True}, "enable_lm_head_tp_in_adp cannot be used: with att"),
-        ({"attention_dp_config": {"enable_kv_cache_aware_routing": True}},
-         "attention_dp_config.enable_kv_cache_aware_routing cannot be used: a request goes to"),
-    ],
-)  # fmt: skip
-def test_sizes_and_strategies_that_are_not_there_are_refused(values, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        EngineConfig(**values)
-    assert EngineConfig(pp_size=1, cp_size=1, moe_cluster_parallel_size=-1).port == 8000
 
 
 @pytest.mark.parametrize(

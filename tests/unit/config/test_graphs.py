@@ -74,7 +74,7 @@ def smallest(mixes: Iterable[tuple[int, int]], decodes: int, tokens: int) -> int
 @given(decodes=st.integers(1, 512), tokens=st.integers(1, 512))
 def test_every_mix_of_512_decodes_and_512_prompt_tokens_has_a_graph(decodes, tokens):
     at_start, when_idle = CudaGraphConfig(enable_mixed=True).mixes(2048, 8192)
-    assert smallest(at_start, decodes, tokens) <= 2 * (decodes + tokens) + 70
+    assert smallest(at_start, decodes, tokens) <= 2 * (decodes + tokens) + 76
     assert smallest(at_start + when_idle, decodes, tokens) <= 1.5 * (decodes + tokens) + 40
 
 
