@@ -15,8 +15,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from penstock.config import entry_points
 from penstock.errors import ConfigError
-from penstock.sampling import logits_processors, plugins
+from penstock.sampling import logits_processors
 from penstock.sampling.logits_processors import make_stages
 from penstock.sampling.sampler import Sampler
 from penstock.sampling.stage import StepRows
@@ -301,7 +302,7 @@ class Shift:
 
 def test_a_plugin_changes_its_rows_and_a_broken_one_ends_its_own(monkeypatch):
     installed = [SimpleNamespace(name="shift", load=lambda: Shift)]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: installed)
+    monkeypatch.setattr(entry_points, "entry_points", lambda group: installed)
     sampler = Sampler(4, VOCAB, CPU, 0, ["shift"])
     sampler.join(
         [
