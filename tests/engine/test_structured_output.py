@@ -3,6 +3,8 @@
 import itertools
 import json
 import re
+import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -16,6 +18,9 @@ from penstock.ipc.messages import Submit
 from penstock.text.grammars.output_grammar import AnswerStart, output_grammar
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason, Grammar, Request, request_id
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from json_schemas import SCHEMAS
 
 SCHEMA = {
     "type": "object",
@@ -189,60 +194,6 @@ def test_the_end_comes_only_where_the_grammar_allows_it(engine):
     rid = submit(engine, "Say", regex="(ab){3}(cd)?", sampling=wants_end)
     engine.run()
     assert text_of(engine, rid) == "ababab"
-
-
-_NAMES = st.sampled_from(["a", "name", "größe", 'quo"te', "x y"])
-
-
-def _schemas(inner):
-    objects = st.builds(
-        lambda properties, num, more: {
-            "type": "object",
-            "properties": properties,
-            "required": list(properties)[:num],
-            "additionalProperties": more,
-            **({"maxProperties": len(properties)} if more else {}),
-        },
-        st.dictionaries(_NAMES, inner, min_size=1, max_size=3),
-        st.integers(0, 3),
-        st.just(False),
-    )
-    arrays = st.builds(
-        lambda items, few, more: {
-            "type": "array", "items": items, "minItems": few, "maxItems": few + more
-        },
-        inner, st.integers(0, 2), st.integers(0, 2),
-    )  # fmt: skip
-    choices = st.lists(inner, min_size=1, max_size=3).map(lambda several: {"anyOf": several})
-    return objects | arrays | choices
-
-
-_LEAVES = (
-    st.builds(
-        lambda few, more: {"type": "string", "minLength": few, "maxLength": few + more},
-        st.integers(0, 3),
-        st.integers(0, 5),
-    )
-    | st.builds(
-        lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
-        st.integers(-200, 200),
-        st.integers(0, 5000),
-    )
-    | st.sampled_from(
-        [
-            {"type": "boolean"},
-            {"type": "null"},
-            {"type": ["boolean", "null"]},
-            {"const": {"k": [1, None, "ü"]}},
-            {"enum": ["red", 7, None, 2.5, "\n"]},
-            {"type": "string", "pattern": "^[A-Z][a-z]{1,4}$"},
-            {"type": "string", "format": "date"},
-            {"type": "string", "format": "uuid"},
-            {"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.5},
-        ]
-    )
-)
-SCHEMAS = st.recursive(_LEAVES, _schemas, max_leaves=6)
 
 
 @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4))

@@ -31,6 +31,7 @@ from penstock.frontend.generation import Generation
 from penstock.frontend.pipeline import GenerationPipeline
 from penstock.frontend.pooling import SAMPLING, check_dimensions, embedding, need_task
 from penstock.frontend.start import start_pipeline
+from penstock.text.tokenizer import Tokenizer
 from penstock.types.adapter import Adapter
 from penstock.types.lora_request import LoRARequest, adapter_of
 from penstock.types.outputs import EmbeddingOutput, RequestOutput, TextDelta
@@ -136,6 +137,11 @@ class LLM:
         """Start one prompt now; await, iterate or `.result()` what comes back."""
         [ask] = self._inputs([prompt], sampling_params, _text_or_ids, lora_request)
         return PendingOutput(self._loop, self._loop.submit(self._pipeline.generate(ask)))
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None with `skip_tokenizer_init`."""
+        return self._pipeline.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without `sampling_params` uses: the model's own (`generation_config`)."""

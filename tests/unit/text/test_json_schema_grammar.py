@@ -1,6 +1,7 @@
 """JSON Schemas as grammars: what they allow, by jsonschema's verdict; what is refused, where."""
 
 import json
+from datetime import date, datetime, time
 
 import jsonschema
 import llguidance
@@ -68,6 +69,44 @@ def test_instances_are_allowed_as_far_as_they_are_valid(allows, instance, indent
 def test_blanks_are_bounded(allows):
     assert allows(PERSON, '{ "name": "Ann",\n\t"id":1 }')
     assert not allows(PERSON, '{"name": ' + " " * 3 + '"Ann", "id": 1}')
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_allowed"),
+    [
+        ("date", "2024-02-29", True),
+        ("date", "2000-02-29", True),
+        ("date", "2023-12-31", True),
+        ("date", "2023-02-29", False),
+        ("date", "1900-02-29", False),
+        ("date", "2023-04-31", False),
+        ("date", "0000-01-01", False),
+        ("time", "11:11:11.25+01:00", True),
+        ("time", "11:11:60Z", False),
+        ("date-time", "2024-02-29T11:11:11Z", True),
+        ("date-time", "2023-02-29T11:11:11Z", False),
+        ("date-time", "2023-02-28T11:11:60Z", False),
+    ],
+)
+def test_times_are_those_that_python_reads(allows, name, text, is_allowed):
+    assert _is_read({"date": date, "time": time, "date-time": datetime}[name], text) == is_allowed
+    assert allows({"type": "string", "format": name}, json.dumps(text)) == is_allowed
+    before_noon = {"type": "string", "format": name, "allOf": [{"pattern": "^[^T]*$|T0"}]}
+    assert allows(before_noon, json.dumps(text)) == (is_allowed and "T1" not in text)
+
+
+def _is_read(kind: type[date] | type[time], text: str) -> bool:
+    try:
+        kind.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_count_may_be_written_with_a_point(allows):
+    schema = {"type": "array", "items": {"type": "null"}, "maxItems": 1.0}
+    assert allows(schema, "[null]")
+    assert not allows(schema, "[null, null]")
 
 
 def test_objects_are_closed_unless_the_schema_opens_them(allows):

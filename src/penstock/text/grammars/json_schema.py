@@ -22,6 +22,13 @@ _BLANKS = r"( |\r?\n[ \t]{0,40})?"
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
+# The library's formats have a year 0, a 29th of February in all years and leap seconds at any time,
+# which what reads the output (Python's datetime, pydantic) refuses.
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
+_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = rf"^(?:{_YEAR}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_NARROWER = {"date": _DATE, "date-time": _DATE + r"[-\d]*[Tt]..:..:[0-5]", "time": "^..:..:[0-5]"}
+_COUNTS = ("Length", "Items", "Properties", "Contains")  # behind min and max
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE_SCHEMAS = ("items", "additionalProperties", "additionalItems", "not", "contains")
@@ -49,7 +56,7 @@ def schema_grammar(text: str, param: str, whitespace: str | None = None) -> dict
         raise RequestError(
             "invalid_type", f"{param}: a schema is an object, this is {text[:80]}", param
         )
-    schema = _without_notes(schema, param)
+    schema = _adapted(schema, param)
     if not _is_composed(schema):
         schema = _closed(schema)
     if (fault := fault_of(_as_grammar(schema))) is not None:
@@ -79,8 +86,9 @@ def _as_grammar(schema: dict[str, Any]) -> str:
     return json.dumps({"grammars": [{"json_schema": _with_options(schema)}]})
 
 
-def _without_notes(schema: Any, param: str, depth: int = 0) -> Any:
-    """The same without formats that mean nothing to a grammar."""
+def _adapted(schema: Any, param: str, depth: int = 0) -> Any:
+    """The same as the library reads it: without formats that mean nothing to a grammar, with whole
+    numbers as integers."""
     if not isinstance(schema, dict):
         return schema
     if depth > _MAX_DEPTH:
@@ -101,10 +109,17 @@ def _without_notes(schema: Any, param: str, depth: int = 0) -> Any:
             f"{param}: $id beside $ref means another thing in every draft; leave it out",
             param,
         )
-    kept = mapped(schema, lambda one: _without_notes(one, param, depth + 1))
-    if isinstance(name := schema.get("format"), str) and name not in FORMATS:
-        del kept["format"]
-    return kept
+    adapted = mapped(schema, lambda one: _adapted(one, param, depth + 1))
+    if isinstance(name := schema.get("format"), str):
+        if name not in FORMATS:
+            del adapted["format"]
+        elif name in _NARROWER and isinstance(parts := adapted.get("allOf", []), list):
+            adapted["allOf"] = [*parts, {"pattern": _NARROWER[name]}]
+    for count in _COUNTS:
+        for key in (f"min{count}", f"max{count}"):
+            if isinstance(limit := schema.get(key), float) and limit.is_integer():
+                adapted[key] = int(limit)  # 2.0 is an integer, says the standard
+    return adapted
 
 
 def _is_composed(schema: dict[str, Any]) -> bool:
