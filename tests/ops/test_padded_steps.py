@@ -69,6 +69,7 @@ def test_attention_of_a_padded_step(name: str, shape: StepShape, window: int | N
     want = get_backend("reference").attend(q_THD, k, v, plain, params)
     got = get_backend(name).attend(poisoned(q_THD, padded.num_tokens, real), k, v, padded, params)
     torch.testing.assert_close(got[real], want, atol=1e-5, rtol=1e-5)
+    assert (got[real[-1] + 1 :] == 0).all()
 
 
 @pytest.mark.parametrize("load", [triton_decode.Load.PARTIAL_WAVE, triton_decode.Load.MANY_WAVES])

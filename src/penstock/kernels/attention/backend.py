@@ -54,7 +54,9 @@ class AttentionBackend(Protocol):
         scales: CacheScales | None = None,
         out_scale_1: Tensor | None = None,
     ) -> Tensor:
-        """out_THD, contiguous, in q's dtype.
+        """out_THD, contiguous, in q's dtype. Of padding behind the last chunk it is zero: what such
+        tokens write into block 0, layers of windows read with a weight of zero, which does not undo
+        a NaN.
 
         `sinks_H` (float32): a score per head that takes its share of the softmax and has no value.
         `out_scale_1`: the output is FP8 with this scale (`quantized_output`).

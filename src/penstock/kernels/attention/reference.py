@@ -71,6 +71,8 @@ class ReferenceAttention:
         out_scale_1: Tensor | None = None,
     ) -> Tensor:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        if batch.may_pad_prompts:
+            out_THD[batch.num_decodes :] = 0
         starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
         for entry, row in enumerate(batch.rows_N.tolist()):
             start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
