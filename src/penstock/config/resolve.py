@@ -663,8 +663,6 @@ def _graph_sizes(
         return (), "turned off by cuda_graph_config"
     if kind == "cpu":
         return (), "graphs exist on GPUs only"
-    if config.pipeline_parallel_size > 1:
-        return (), "stages of a pipeline are launched eagerly"
     if backend != "triton":
         return (), f"attention backend {backend} cannot be captured"
     sizes = graphs.sizes(max_batch_size)

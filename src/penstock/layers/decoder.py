@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         self.num_layers = spec.num_layers
         self.stage = Stage(build.mesh, spec.num_layers)
         self.context = ContextRanks(build)
-        self._hidden = spec.hidden_size, build.dtype, build.device
+        self.hidden_states = spec.hidden_size, build.dtype, build.device
         # What other stages have is named here, too, so that names are those of the whole model.
         self.embed = cast(VocabEmbedding, Elsewhere())
         if self.stage.is_first or (self.stage.is_last and spec.tie_embeddings):
@@ -191,8 +191,8 @@ class Decoder(nn.Module):
 
     def captured(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """The same, and those behind the captured layers one beside the other, where -1 stands for
-        the final norm; where there are none, the same twice. A stage that is not the last one sends
-        on what it has, and nobody here needs it."""
+        the final norm; where there are none, the same twice. Of a stage that is not the last one:
+        what the next one begins with, of the tokens that this rank has."""
         x_TD, residual_TD = self._first(batch), None
         # Of a shortened model the last one stands for those that are not there.
         wanted = [min(index, len(self.layers) - 1) for index in self.captured_layers]
@@ -202,8 +202,7 @@ class Decoder(nn.Module):
             if index in wanted:
                 found[index] = self.context.all(x_TD + residual_TD, batch)
         if not self.stage.is_last:
-            self.stage.send(x_TD if residual_TD is None else x_TD + residual_TD)
-            x_TD = x_TD.new_empty(batch.num_tokens, x_TD.shape[1])
+            x_TD = x_TD if residual_TD is None else x_TD + residual_TD
             return x_TD, x_TD
         x_TD, _ = self.norm(x_TD, residual_TD)
         found[-1] = x_TD = self.context.all(x_TD, batch)
@@ -211,10 +210,9 @@ class Decoder(nn.Module):
 
     def _first(self, batch: ForwardBatch) -> Tensor:
         """What the first layer of this stage is given."""
-        if self.stage.is_first:
-            return self.context.own(self.embedded(batch.input_ids_T), batch)
-        size, dtype, device = self._hidden
-        return self.stage.receive((self.context.num_own(batch), size), dtype, device)
+        if batch.hidden_TD is not None:
+            return batch.hidden_TD
+        return self.context.own(self.embedded(batch.input_ids_T), batch)
 
     def embedded(self, ids_T: Tensor) -> Tensor:
         x_TD = self.embed(ids_T)

@@ -1,5 +1,7 @@
 """CUDA graphs: steps captured once per size and replayed with new inputs.
 
+What a graph ends with are logits, or on a stage that is not the last one hidden states.
+
 `DecodeGraphs` have a size per number of tokens, drafted ones included, and take row numbers alone
 (and how far a drafted token is behind its row's last one). Where there are drafts, steps that
 neither feed them nor tell a drafter have plain graphs of their own, which are those of a server
@@ -19,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.runtime.input_batch import Rows
+from penstock.runtime.stage_link import StageLink
 from penstock.types.step import Int32s
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""logits_NV, kv_lens_N, rows_N as int64; hidden states of all tokens where a drafter reads them"""
+"""logits_NV, kv_lens_N, rows_N as int64; hidden states of all tokens where a drafter reads them.
+On a stage that is not the last one hidden states of all tokens stand in the place of the logits."""
 GraphStep = Callable[[Tensor, bool], Outputs]
 """From `decode_inputs`, or from a step as `StepShape` packs it, and whether the batch has fields of
 features; builds everything on the device and waits for nothing."""
@@ -168,7 +172,11 @@ class DecodeGraphs:
         return self._width > 1
 
     def replay(
-        self, rows: Int32s, offsets: Int32s | None = None, num_entries: int | None = None
+        self,
+        link: StageLink,
+        rows: Int32s,
+        offsets: Int32s | None = None,
+        num_entries: int | None = None,
     ) -> Outputs:
         """`offsets`: how far each token is behind its row's last one; None: not at all.
         `num_entries`: of the rank with most, all ranks replay the same graph; None: as many."""
@@ -180,7 +188,10 @@ class DecodeGraphs:
         if offsets is not None:
             padded[1, : len(rows)] = offsets
         captured = self._captured[size, self._rows.want_fields(rows)]
+        own = [slice(0, max(1, len(rows)))]  # without rows a token of padding stands for them
+        link.receive_padded(own, size)
         outputs = captured.replay(padded.reshape(-1))
+        link.send_padded(outputs[0], own)
         logits_NV, kv_lens_N, rows_N, hidden_ND = (
             None if one is None else one[: len(rows)] for one in outputs
         )

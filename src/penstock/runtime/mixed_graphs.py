@@ -10,6 +10,7 @@ import torch
 from penstock.config.run import RunConfig
 from penstock.runtime.graphs import Captured, GraphPool, GraphStep, Outputs
 from penstock.runtime.input_batch import Rows
+from penstock.runtime.stage_link import StageLink
 from penstock.runtime.step_layout import MAX_CHUNKS, StepShape
 from penstock.types.step import StepLoad, StepPlan
 
@@ -27,6 +28,13 @@ def shapes_when_idle(config: RunConfig) -> list[StepShape]:
 
 def all_shapes(config: RunConfig) -> list[StepShape]:
     return shapes_at_start(config) + shapes_when_idle(config)
+
+
+def most_captured_tokens(config: RunConfig) -> int:
+    """Of a step as graphs capture it, padding included, or as it warms up where none does."""
+    decodes = config.max_batch_size * (1 + config.max_drafts)
+    shapes = (shape.num_tokens for shape in all_shapes(config))
+    return max((decodes, *config.graph_batch_sizes, *shapes))
 
 
 class MixedGraphs:
@@ -83,17 +91,18 @@ class MixedGraphs:
             return False
         return self._shape_of(load) is not None
 
-    def replay(self, plan: StepPlan, load: StepLoad) -> Outputs:
+    def replay(self, link: StageLink, plan: StepPlan, load: StepLoad) -> Outputs:
         """`load`: of the rank with most, all ranks replay the same graph."""
         shape = self._shape_of(load)
         assert shape is not None, plan
         packed = shape.pack(plan, self._rows.padding_row, self._rows.prefill_ids)
         captured = self._captured[shape][self._rows.want_fields(plan.rows)]
+        own = shape.places(plan)
+        link.receive_padded(own, shape.num_tokens)
         logits_NV, kv_lens_N, rows_N, hidden_TE = captured.replay(packed)
-        if hidden_TE is not None:  # without padding
-            first, num_tokens = shape.num_decodes, int(plan.num_tokens.sum())
-            chunks = hidden_TE[first : first + num_tokens - plan.num_decodes]
-            hidden_TE = torch.cat((hidden_TE[: plan.num_decodes], chunks))
+        link.send_padded(logits_NV, own)
+        if hidden_TE is not None:
+            hidden_TE = torch.cat([hidden_TE[place] for place in own])
         num_logits = int((plan.num_logit_rows > 0).sum())
         return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits], hidden_TE
 

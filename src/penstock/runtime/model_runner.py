@@ -28,6 +28,7 @@ from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.mixed_graphs import MixedGraphs
 from penstock.runtime.pooler import Pooled, Pooler
 from penstock.runtime.prompt_logprobs import PromptScorer, PromptScores
+from penstock.runtime.stage_link import StageLink
 from penstock.runtime.step_layout import StepShape
 from penstock.sampling.sampler import Sampler
 from penstock.sampling.verification import DraftedRows
@@ -62,9 +63,11 @@ class ModelRunner:
         kv: KVTensors,
         sampler: Sampler,
         mesh: RankMesh,
+        link: StageLink,
         drafter: Drafter | None = None,
     ) -> None:
         self._model = model
+        self._link = link
         self.drafting = Drafting(drafter, rows, model.cache_layers())
         self._rows = rows
         self._kv = kv
@@ -149,14 +152,14 @@ class ModelRunner:
             reads_states = self._scorer.is_asked(plan) or self._pooler.is_asked(plan)
             if mixed is None or not mixed.fits(load) or reads_states:
                 return None
-            return self._replayed_mix(plan, plan, mixed.replay(plan, load))
+            return self._replayed_mix(plan, plan, mixed.replay(self._link, plan, load))
         if graphs is None or load.is_eager or not graphs.fits(load.num_decodes):
             return None
         plain = self._plain_graphs
         needs_hidden = self.drafting.reads_hidden and self.drafting.follows(plan)
         if plain is not None and not needs_hidden and plain.fits(load.num_decodes):
             graphs = plain
-        outputs = graphs.replay(plan.rows, None, load.num_decodes)
+        outputs = graphs.replay(self._link, plan.rows, None, load.num_decodes)
         return self._replayed(plan, plan.rows, outputs)
 
     def _replayed_mix(
@@ -194,12 +197,12 @@ class ModelRunner:
             if plan.num_decodes == plan.num_entries:
                 rows, offsets = fed_tokens(plan)
                 if graphs.fits(len(rows)):
-                    outputs = graphs.replay(rows, offsets)
+                    outputs = graphs.replay(self._link, rows, offsets)
                     return self._replayed(plan, rows, outputs, offsets, drafted)
             elif mixed is not None and not self._scorer.is_asked(plan):
                 tokens = by_token(plan)
                 if mixed.fits(tokens.load):
-                    outputs = mixed.replay(tokens, tokens.load)
+                    outputs = mixed.replay(self._link, tokens, tokens.load)
                     return self._replayed_mix(plan, tokens, outputs, drafted)
         inputs = self._rows.build_drafted(plan)
         if plan.num_decodes < plan.num_entries or inputs.batch.drafted is not None:
@@ -234,15 +237,18 @@ class ModelRunner:
 
     def _run_eager(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
         """Eagerly, launch by launch."""
+        batch = inputs.batch
         if plan.peers is not None:
-            inputs.batch.rank_tokens = plan.peers.num_tokens
-        hidden_TD, hidden_TE = self._hidden(inputs.batch)
-        fed = self.drafting.fed(plan, inputs.batch, hidden_TE, inputs.logit_index_L)
+            batch.rank_tokens = plan.peers.num_tokens
+        batch.hidden_TD = self._link.receive(self._model.context.num_own(batch))
+        hidden_TD, hidden_TE = self._hidden(batch)
+        self._link.send(hidden_TD)
+        fed = self.drafting.fed(plan, batch, hidden_TE, inputs.logit_index_L)
         scores = pooled = None
         if self._mesh.is_last_stage:
             scores = self._scorer.score(plan, hidden_TD)
-        if inputs.logit_index_L is not None:
-            hidden_TD = hidden_TD[inputs.logit_index_L]
+            if inputs.logit_index_L is not None:
+                hidden_TD = hidden_TD[inputs.logit_index_L]
         logits_LV = self._model.logits(hidden_TD) if len(inputs.rows) else hidden_TD
         if self._mesh.is_last_stage:
             pooled = self._pooler.pool(plan, hidden_TD, logits_LV)
@@ -302,23 +308,26 @@ class ModelRunner:
 
     def padded_step(self, shape: StepShape, max_kv_len: int) -> GraphStep:
         """A step of any mix: everything from packed numbers to logits of as many entries as there
-        are, those that the step asks for first."""
+        are, those that the step asks for first; or from hidden states, or to them."""
 
         @torch.inference_mode()
         def step(packed: Tensor, has_fields: bool) -> Outputs:
             rows = None if has_fields else _NO_ROWS
             batch, entries_N = self._rows.padded_batch(packed, shape, max_kv_len, rows)
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)[entries_N]
+            batch.hidden_TD = self._link.held(shape.num_tokens)
             hidden_TD, hidden_TE = self._hidden(batch)
-            logits_NV = self._model.logits(hidden_TD[last_N])
+            if self._mesh.is_last_stage:
+                hidden_TD = hidden_TD[last_N]
+            logits_NV = self._model.logits(hidden_TD)
             rows_N = batch.rows_N.long()[entries_N]
             return logits_NV, batch.kv_lens_N[entries_N], rows_N, hidden_TE
 
         return step
 
     def decode_step(self, max_kv_len: int, is_plain: bool = False) -> GraphStep:
-        """A step of decodes: everything from row numbers to logits. `is_plain`: without drafts, and
-        nothing for a drafter."""
+        """A step of decodes: everything from row numbers to logits; or from hidden states, or to
+        them. `is_plain`: without drafts, and nothing for a drafter."""
         has_offsets = self._rows.decode_width > 1 and not is_plain
 
         @torch.inference_mode()
@@ -326,6 +335,7 @@ class ModelRunner:
             rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
             rows = None if has_fields else _NO_ROWS
             batch = self._rows.decode_batch(rows_N, max_kv_len, rows, offsets_N)
+            batch.hidden_TD = self._link.held(len(rows_N))
             if is_plain:
                 hidden_ND, hidden_NE = self._model(batch), None
             else:

@@ -23,10 +23,11 @@ from penstock.runtime.input_batch import Rows
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.measure import measure_costs
 from penstock.runtime.memory import MemoryPlan, cpu_activations, longest_sequence, make_plan
-from penstock.runtime.mixed_graphs import all_shapes
+from penstock.runtime.mixed_graphs import all_shapes, most_captured_tokens
 from penstock.runtime.model_loader import load_model, max_row_tokens
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.profile_steps import eager_decodes, eager_sizes
+from penstock.runtime.stage_link import StageLink
 from penstock.runtime.timeline import Timeline
 from penstock.runtime.warmup import (
     run_decodes,
@@ -147,7 +148,8 @@ def wire_runner(
     plugins = config.logits_processors
     relaxed = None if config.drafting is None else config.drafting.relaxed
     sampler = Sampler(config.max_batch_size, spec.vocab_size, device, config.seed, plugins, relaxed)
-    return ModelRunner(model, rows, kv, sampler, mesh, drafter), rows
+    link = StageLink(model, most_captured_tokens(config))
+    return ModelRunner(model, rows, kv, sampler, mesh, link, drafter), rows
 
 
 def finish_rank(

@@ -83,6 +83,14 @@ class StepShape:
         logit_entries[: len(sampling)] = sampling + is_chunk * (first - num_decodes)
         return packed
 
+    def places(self, plan: StepPlan) -> list[slice]:
+        """Of the plan's tokens among those of the shape. Without entries it has one of padding, as
+        outside graphs."""
+        if not plan.num_entries:
+            return [slice(0, 1)]
+        first, num_tokens = self.num_decodes, int(plan.num_tokens.sum())
+        return [slice(0, plan.num_decodes), slice(first, first + num_tokens - plan.num_decodes)]
+
     def padding(self, padding_row: int) -> Int32s:
         """A step of padding alone, from which one is captured."""
         return _padding(self, padding_row).copy()
