@@ -36,7 +36,15 @@ ELSEWHERE = (  # ops that have a part of their own, with larger cases
         "mla_attend",
     ),
     *("quantize_fp8", "rms_norm_fp8", "silu_mul_fp8", "fp8_linear"),
-    *("causal_conv", "delta_gates", "gated_delta", "rms_norm_gated", "sigmoid_mul"),
+    *(
+        "causal_conv",
+        "delta_gates",
+        "gated_delta",
+        "keep_conv",
+        "keep_delta",
+        "rms_norm_gated",
+        "sigmoid_mul",
+    ),
 )
 
 

@@ -48,7 +48,14 @@ CHUNK = 64
 DECODES = tuple(((1,) * num, num) for num in (1, 32, 256))
 PROMPTS = (((1024,), 0), ((8192,), 0), ((1024,) * 8, 0))
 CHUNKS = (((1, 1, 1, 300, 2048, 64, 1), 3), ((2049, 511, 7), 0))  # go on, but every third entry
-RECURRENT = ("causal_conv", "gated_delta", "delta_gates", "rms_norm_gated")
+RECURRENT = (
+    "causal_conv",
+    "gated_delta",
+    "keep_conv",
+    "keep_delta",
+    "delta_gates",
+    "rms_norm_gated",
+)
 FAILED: list[str] = []
 
 
@@ -114,7 +121,7 @@ def check_graph() -> None:
     """Four rows, of which the step uses some and padding, which has no state and slot 0."""
     torch.manual_seed(0)
     num = 4
-    q, k, v, g, beta, state, slots, has_state, starts, _ = delta_case(
+    q, k, v, g, beta, state, slots, has_state, starts, *_ = delta_case(
         (1,) * num, num, KEY_HEADS, VALUE_HEADS, SIZE, SIZE
     ).make(torch.bfloat16, DEVICE)
     state = torch.randn_like(state)

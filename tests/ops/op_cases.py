@@ -53,7 +53,14 @@ from penstock.kernels.quantize import quantize_fp8, rms_norm_fp8, silu_mul_fp8
 from penstock.kernels.quantize.block_scaled import quantize_mxfp8, quantize_nvfp4
 from penstock.kernels.quantize.reference import quantize_int8
 from penstock.kernels.quantized_weight import Kind, QuantizedWeight
-from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
+from penstock.kernels.recurrent import (
+    causal_conv,
+    delta_gates,
+    gated_delta,
+    keep_conv,
+    keep_delta,
+    rms_norm_gated,
+)
 from penstock.kernels.rope import rope_kv_write
 from penstock.kernels.sampling import apply_bitmask
 
@@ -484,6 +491,7 @@ def conv_case(
     columns: int,
     width: int = 4,
     run: int = 1,
+    num_drafted: int = 0,
 ) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         x = randn(sum(lens), columns, dtype=dtype, device=device)
@@ -492,9 +500,11 @@ def conv_case(
         weight = randn(channels, width, dtype=dtype, device=device)
         slots, has_state, *rest = _entries(lens, num_decodes, device)
         state = _pool((width - 1, channels), dtype, slots, has_state)
-        return x, where, run, weight, state, slots, has_state, *rest
+        if num_drafted:  # such slots stay as they are
+            state.nan_to_num_(3.0)
+        return x, where, run, weight, state, slots, has_state, *rest, num_drafted
 
-    name = f"{num_decodes}of{'_'.join(map(str, lens))}-c{channels}w{width}r{run}"
+    name = f"{num_decodes}+{num_drafted}of{'_'.join(map(str, lens))}-c{channels}w{width}r{run}"
     return OpCase(causal_conv, name, make, mutated=(4,))
 
 
@@ -506,6 +516,7 @@ def delta_case(
     key_size: int,
     value_size: int,
     *,
+    num_drafted: int = 0,
     decay: float = 0.1,
     repeats: bool = False,
 ) -> OpCase:
@@ -522,12 +533,38 @@ def delta_case(
             k[:], beta[:] = k[:1].clone(), 1.0
         slots, has_state, *rest = _entries(lens, num_decodes, device)
         state = _pool((value_heads, key_size, value_size), torch.float32, slots, has_state)
+        if num_drafted:
+            state.nan_to_num_(3.0)
         v = v.unflatten(1, (value_heads, value_size))
-        return *qk, v, g, beta, state, slots, has_state, *rest
+        return *qk, v, g, beta, state, slots, has_state, *rest, num_drafted
 
     shape = f"h{heads}v{value_heads}k{key_size}d{value_size}-g{decay}"
-    name = f"{num_decodes}of{'_'.join(map(str, lens))}-{shape}" + "-repeats" * repeats
+    name = f"{num_decodes}+{num_drafted}of{'_'.join(map(str, lens))}-{shape}" + "-repeats" * repeats
     return OpCase(gated_delta, name, make, mutated=(5,))
+
+
+def keep_case(
+    lens: tuple[int, ...], num_decodes: int, num_drafted: int, run: int = 1, key_size: int = 32
+) -> tuple[OpCase, OpCase]:
+    """Both ops, of entries of which some tokens count, perhaps more than an empty one has."""
+    conv = conv_case(lens, num_decodes, 40 * run, 48 * run, run=run, num_drafted=num_drafted)
+    delta = delta_case(lens, num_decodes, 1, 2, key_size, 40, num_drafted=num_drafted)
+
+    def counts(device: torch.device) -> Tensor:
+        return torch.tensor([1 + i % max(1, size) for i, size in enumerate(lens)], device=device)
+
+    def make_conv(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x, where, run, _, state, slots, _, starts, *numbers = conv.make(dtype, device)
+        return x, where, run, state, slots, starts, counts(device), *numbers
+
+    def make_delta(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        _, k, v, g, beta, state, slots, _, starts, *numbers = delta.make(dtype, device)
+        return k, v, g, beta, state, slots, starts, counts(device), *numbers
+
+    return (
+        OpCase(keep_conv, conv.name, make_conv, mutated=(3,)),
+        OpCase(keep_delta, delta.name, make_delta, mutated=(4,)),
+    )
 
 
 def gates_case(num_tokens: int, heads: int, value_heads: int) -> OpCase:
@@ -1025,6 +1062,8 @@ OP_CASES = [
     conv_case((1, 6), 1, 20, 20, width=2),
     conv_case((0, 6, 0), 0, 20, 20),
     conv_case((1, 40, 2), 1, 192, 288, run=48),
+    conv_case((1, 3, 6, 1, 0, 40), 1, 48, 96, num_drafted=4),
+    conv_case((2, 1, 0), 0, 20, 20, width=2, num_drafted=3),
     gates_case(1, 2, 4),
     gates_case(37, 4, 12),
     gates_case(3, 16, 32),
@@ -1037,6 +1076,10 @@ OP_CASES = [
     delta_case((90, 80), 0, 1, 1, 16, 32, decay=0.0),
     delta_case((0, 70, 0), 0, 1, 1, 32, 32),
     delta_case((1, 100), 1, 1, 1, 64, 32, decay=0.0, repeats=True),
+    delta_case((1, 3, 6, 1, 0, 70), 1, 1, 2, 32, 40, num_drafted=4),
+    delta_case((2, 1, 0), 0, 2, 2, 64, 48, num_drafted=3),
+    *keep_case((1, 3, 6, 1, 0, 40), 1, 4),
+    *keep_case((2, 1, 0), 0, 3, run=16, key_size=64),
     gated_norm_case(1, 2, 4, 64),
     gated_norm_case(9, 3, 3, 80),
     gated_norm_case(5, 2, 8, 128),

@@ -16,7 +16,10 @@ from torch import Tensor
 class DraftedSpans:
     """Batch field of a step with drafts: the tokens of one sequence, as a range.
 
-    First come `num_single` decodes of one token, then `num_drafted` with drafts, then chunks.
+    First come `num_single` decodes of one token, then `num_drafted` with drafts, then chunks. In a
+    CUDA graph, where only the device knows which are which, all decodes are of the second kind,
+    and as many as they have tokens: the last ones have none.
+
     Whatever a layer keeps of the second kind, it keeps as if they had not run, until it is told how
     many of their tokens count (`CachedLayer.accept`).
     """
@@ -24,7 +27,6 @@ class DraftedSpans:
     starts_E1: Tensor  # int32
     num_single: int
     num_drafted: int
-    drafted_tokens: slice  # of the second kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ class CachedLayer(nn.Module, ABC):
         """The planes of its spec, [blocks, *block_shape] each."""
 
     def accept(self, num_accepted_E: Tensor) -> None:
-        """So many tokens of each sequence with drafts count, one at least; the others never were.
-        Nothing to do where a token's place in the cache is its own: the next one overwrites it."""
+        """So many tokens of each sequence that decodes count, one at least; drafts behind them
+        never were. Nothing to do where a token's place in the cache is its own: the next one
+        overwrites it."""
 
     @abstractmethod
     def input_format(self, num_tokens: int) -> InputFormat:

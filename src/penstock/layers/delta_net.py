@@ -8,7 +8,7 @@ inputs are kept, which are small, and those of the accepted ones go through it o
 # T tokens in the step, C hidden size, N entries, S slots
 # of this rank: H key heads, V value heads, R = V / H, X columns of the fused projection
 # K key size, D value size, E = R * D, P past inputs of the convolution, F its channels, W its taps
-# B sequences with drafts, Q their tokens
+# E sequences, of those with drafts
 
 import math
 from dataclasses import dataclass
@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
-from penstock.kernels.forward_batch import ForwardBatch
-from penstock.kernels.recurrent import causal_conv, delta_gates, gated_delta, rms_norm_gated
+from penstock.kernels.forward_batch import DraftedSpans, ForwardBatch
+from penstock.kernels.recurrent import (
+    causal_conv,
+    delta_gates,
+    gated_delta,
+    keep_conv,
+    keep_delta,
+    rms_norm_gated,
+)
 from penstock.layers.cached import CachedLayer
 from penstock.layers.context import LayerContext
 from penstock.layers.fused_quant import converted
@@ -58,13 +65,13 @@ class ShortConv(nn.Module):
 class _DraftedInputs:
     """Of tokens whose place in the output is not known yet."""
 
-    qkvz_QX: Tensor
-    k_QHK: Tensor
-    v_QVD: Tensor
-    g_QV: Tensor
-    beta_QV: Tensor
-    slots_B: Tensor
-    starts_B1: Tensor  # of each sequence's tokens
+    qkvz_TX: Tensor
+    k_THK: Tensor
+    v_TVD: Tensor
+    g_TV: Tensor
+    beta_TV: Tensor
+    slots_N: Tensor
+    spans: DraftedSpans
 
 
 class GatedDeltaNet(CachedLayer):
@@ -157,13 +164,13 @@ class GatedDeltaNet(CachedLayer):
         batch = batch.of_group(self.group)
         qkvz_TX = _project(self.in_proj_qkvz, x_TC, batch)
         ba_TX = _project(self.in_proj_ba, x_TC, batch)[:, self.ba_columns]
+        slots_N, has_state_N = _states(batch)
         spans = batch.drafted
         if spans is None:
-            places = (*_states(batch), batch.query_starts_N1, batch.num_decodes)
+            entries = (batch.query_starts_N1, batch.num_decodes, 0)
         else:
-            places = (*_states(batch), spans.starts_E1, spans.num_single)
-            slots_B = places[0][spans.num_single :][: spans.num_drafted].long()
-            before = self.conv_SPF[slots_B], self.state_SVKD[slots_B]
+            entries = (spans.starts_E1, spans.num_single, spans.num_drafted)
+        places = (slots_N, has_state_N, *entries)
         qkv_TF = causal_conv(
             qkvz_TX, self.columns_F, self.run, self.conv1d.weight, self.conv_SPF, *places
         )
@@ -179,17 +186,7 @@ class GatedDeltaNet(CachedLayer):
         q_THK = q_TX.unflatten(1, (self.num_key_heads, self.key_size))
         out_TVD = gated_delta(q_THK, k_THK, v_TVD, g_TV, beta_TV, self.state_SVKD, *places)
         if spans is not None:
-            self.conv_SPF[slots_B], self.state_SVKD[slots_B] = before
-            here, starts_B1 = spans.drafted_tokens, spans.starts_E1[spans.num_single :]
-            self.drafted = _DraftedInputs(
-                qkvz_TX[here],
-                k_THK[here],
-                v_TVD[here],
-                g_TV[here],
-                beta_TV[here],
-                slots_B,
-                starts_B1[: spans.num_drafted + 1] - here.start,
-            )
+            self.drafted = _DraftedInputs(qkvz_TX, k_THK, v_TVD, g_TV, beta_TV, slots_N, spans)
         by_head_THX = qkvz_TX.unflatten(1, (self.num_key_heads, self.head_width))
         z_THE = by_head_THX[:, :, 2 * self.key_size + self.heads_per_key * self.value_size :]
         out_TVD = rms_norm_gated(out_TVD, z_THE, self.out_norm.weight, self.out_norm.eps)
@@ -197,28 +194,15 @@ class GatedDeltaNet(CachedLayer):
         return self.out_proj(converted(out_TVD.flatten(1), wanted), batch)
 
     def accept(self, num_accepted_E: Tensor) -> None:
-        """The accepted tokens' inputs once more, this time for good. The rejected ones behind them
-        are entries, too: they write to the slot that belongs to nobody."""
+        """The accepted tokens' inputs once more, this time for good."""
         assert self.conv_SPF is not None and self.state_SVKD is not None, "cache not bound"
         kept, self.drafted = self.drafted, None
         if kept is None:
             return
-        firsts_B, last = kept.starts_B1[:-1], kept.starts_B1[-1:]
-        starts = torch.stack((firsts_B, firsts_B + num_accepted_E.int()), dim=1).flatten()
-        slots = torch.stack((kept.slots_B, torch.zeros_like(kept.slots_B)), dim=1).flatten().int()
-        places = (slots, slots > 0, torch.cat((starts, last)), 0)
-        causal_conv(
-            kept.qkvz_QX, self.columns_F, self.run, self.conv1d.weight, self.conv_SPF, *places
-        )
-        gated_delta(  # whatever is asked of the state, it becomes the same
-            kept.k_QHK,
-            kept.k_QHK,
-            kept.v_QVD,
-            kept.g_QV,
-            kept.beta_QV,
-            self.state_SVKD,
-            *places,
-        )
+        spans = kept.spans
+        places = kept.slots_N, spans.starts_E1, num_accepted_E, spans.num_single, spans.num_drafted
+        keep_conv(kept.qkvz_TX, self.columns_F, self.run, self.conv_SPF, *places)
+        keep_delta(kept.k_THK, kept.v_TVD, kept.g_TV, kept.beta_TV, self.state_SVKD, *places)
 
 
 def _states(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

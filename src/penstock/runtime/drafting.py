@@ -16,10 +16,9 @@ from torch import Tensor
 
 from penstock.config.run import RunConfig
 from penstock.kernels.forward_batch import ForwardBatch
-from penstock.layers.cached import CachedLayer
 from penstock.runtime.drafter import Drafter
 from penstock.runtime.drafter_inputs import DrafterInputs, FedTokens
-from penstock.runtime.graphs import GraphPool, Outputs
+from penstock.runtime.graphs import Accept, GraphPool, Outputs
 from penstock.runtime.input_batch import Rows
 from penstock.sampling.verification import Accepted, DraftedRows, verify
 from penstock.types.step import Int32s, RowJoin, StepPlan
@@ -44,6 +43,7 @@ class Drawn:
     token_ids_L: Tensor
     drafted: DraftedRows | None  # None: one row of logits an entry
     fed: Fed | None
+    accept: Accept | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,11 @@ class Outcome:
 
 
 class Drafting:
-    def __init__(
-        self, drafter: Drafter | None, rows: Rows, cache_layers: Sequence[CachedLayer]
-    ) -> None:
+    def __init__(self, drafter: Drafter | None, rows: Rows) -> None:
         self.drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self._has_follower = drafter is not None and drafter.follows_steps
-        self._rows, self._cache_layers = rows, cache_layers
+        self._rows = rows
 
     def capture(self, pool: GraphPool, config: RunConfig, max_kv_len: int) -> None:
         # Data-parallel ranks do not agree on graphs of what they draft.
@@ -96,7 +94,7 @@ class Drafting:
         """By a graph of a step with prompts: the batch is built again, of what it was fed."""
         if not self.follows(plan):
             return None
-        *_, hidden_TE = outputs
+        hidden_TE = outputs.hidden_TE
         if not plan.num_entries:
             return self._padding(plan, hidden_TE)
         build = self._rows.build_drafted if has_drafts else self._rows.build
@@ -109,7 +107,7 @@ class Drafting:
         """The same of decodes alone; `offsets` as `Rows.fed_ids` takes them."""
         if not self.follows(plan):
             return None
-        _, kv_lens_L, rows_L, hidden_TE = outputs
+        kv_lens_L, rows_L, hidden_TE = outputs.kv_lens_N, outputs.rows_N, outputs.hidden_TE
         if not len(rows_L):
             return self._padding(plan, hidden_TE)
         batch = self._rows.batch_at(
@@ -146,6 +144,8 @@ class Drafting:
         rests = self._has_follower and not drawn.plan.is_followed
         if drawn.drafted is None and (self.drafter is None or rests):
             self._rows.accept(drawn.rows_L, drawn.token_ids_L)
+            if drawn.accept is not None:
+                drawn.accept(torch.ones_like(drawn.token_ids_L))
             return Outcome()
         rows_N, indices_N = drawn.rows_L, drawn.kv_lens_L
         if drawn.drafted is None:
@@ -157,9 +157,8 @@ class Drafting:
             firsts_N = drawn.drafted.firsts()
             rows_N, indices_N = rows_N[firsts_N], indices_N[firsts_N]
             self._rows.accept_drafted(rows_N, indices_N, accepted)
-            is_drafted = slice(*drawn.drafted.range_with_drafts)
-            for layer in self._cache_layers:
-                layer.accept(accepted.num_accepted_N[is_drafted])
+        if drawn.accept is not None:  # before a graph of drafts takes the memory
+            drawn.accept(accepted.num_accepted_N)
         if self.drafter is None:
             return Outcome(accepted.num_accepted_N)
         drafts_NK = self.drafter.draft(self._inputs(drawn, rows_N, indices_N, accepted))

@@ -13,7 +13,7 @@ without drafts. Steps with prompts are in `mixed_graphs.py`.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +24,21 @@ from penstock.runtime.input_batch import Rows
 from penstock.runtime.stage_link import StageLink
 from penstock.types.step import Int32s
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""logits_NV, kv_lens_N, rows_N as int64; hidden states of all tokens where a drafter reads them.
-On a stage that is not the last one hidden states of all tokens stand in the place of the logits."""
+Accept = Callable[[Tensor], None]
+"""Told how many tokens of each decode count, the sequences in the order of the step."""
+
+
+class Outputs(NamedTuple):
+    """On a stage that is not the last one hidden states of all tokens stand in the place of the
+    logits. `accept`: where layers keep no token before they are told that it counts."""
+
+    logits_NV: Tensor
+    kv_lens_N: Tensor
+    rows_N: Tensor  # int64
+    hidden_TE: Tensor | None  # of all tokens, where a drafter reads them
+    accept: Accept | None = None
+
+
 GraphStep = Callable[[Tensor, bool], Outputs]
 """From `decode_inputs`, or from a step as `StepShape` packs it, and whether the batch has fields of
 features; builds everything on the device and waits for nothing."""
@@ -60,26 +72,52 @@ class GraphPool:
         warmup: AbstractContextManager[None] | None = None,
     ) -> "Captured":
         """`warmup`: what to run the step in once before, where that may be less than all of it."""
-        graph, outputs = self._capture(lambda: step(inputs, has_fields), warmup)
-        logits_NV, kv_lens_N, rows_N, hidden_TE = outputs
+
+        def run() -> Outputs:
+            outputs = step(inputs, has_fields)
+            if outputs.accept is not None:
+                outputs.accept(torch.ones_like(outputs.rows_N))
+            return outputs
+
+        self._warm_up(run, warmup)
+        graph, outputs = self._record(lambda: step(inputs, has_fields))
+        hidden_TE, accept = outputs.hidden_TE, outputs.accept
         if hidden_TE is not None:
             hidden_TE = _borrowed(hidden_TE)
-        return Captured(graph, inputs, (_borrowed(logits_NV), kv_lens_N, rows_N, hidden_TE))
+        if accept is not None:
+            accept = self._accept(accept, torch.ones_like(outputs.rows_N))
+        logits_NV = _borrowed(outputs.logits_NV)
+        outputs = outputs._replace(logits_NV=logits_NV, hidden_TE=hidden_TE, accept=accept)
+        return Captured(graph, inputs, outputs)
+
+    def _accept(self, accept: Accept, counts_N: Tensor) -> Accept:
+        """Captured before the memory of what the step has kept goes to another graph."""
+        graph, _ = self._record(lambda: accept(counts_N))
+
+        def replay(num_accepted_N: Tensor) -> None:
+            counts_N[: len(num_accepted_N)].copy_(num_accepted_N)
+            graph.replay()
+
+        return replay
 
     def capture_call(
         self, run: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]
     ) -> "CapturedCall":
         """The same of anything; inputs and outputs keep their memory."""
-        graph, outputs = self._capture(lambda: run(*inputs), None)
+        self._warm_up(lambda: run(*inputs), None)
+        graph, outputs = self._record(lambda: run(*inputs))
         return CapturedCall(graph, inputs, outputs)
 
-    def _capture(
-        self, run: Callable[[], T], warmup: AbstractContextManager[None] | None
-    ) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _warm_up(
+        self, run: Callable[[], object], context: AbstractContextManager[None] | None
+    ) -> None:
+        """Compiles kernels and grows workspaces outside the capture."""
         self._stream.wait_stream(torch.cuda.current_stream())  # which may still write the inputs
-        with torch.cuda.stream(self._stream), warmup or nullcontext():
-            run()  # compiles kernels and grows workspaces outside the capture
+        with torch.cuda.stream(self._stream), context or nullcontext():
+            run()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         # Thread-local: a collective's watchdog thread may ask for its events meanwhile.
         with torch.cuda.graph(
@@ -191,12 +229,15 @@ class DecodeGraphs:
         own = [slice(0, max(1, len(rows)))]  # without rows a token of padding stands for them
         link.receive_padded(own, size)
         outputs = captured.replay(padded.reshape(-1))
-        link.send_padded(outputs[0], own)
-        logits_NV, kv_lens_N, rows_N, hidden_ND = (
-            None if one is None else one[: len(rows)] for one in outputs
+        link.send_padded(outputs.logits_NV, own)
+        count, hidden_TE = len(rows), outputs.hidden_TE
+        return Outputs(
+            outputs.logits_NV[:count],
+            outputs.kv_lens_N[:count],
+            outputs.rows_N[:count],
+            None if hidden_TE is None else hidden_TE[:count],
+            outputs.accept,
         )
-        assert logits_NV is not None and kv_lens_N is not None and rows_N is not None
-        return logits_NV, kv_lens_N, rows_N, hidden_ND
 
     def _padded(self, num_entries: int) -> int | None:
         return captured_size(self._sizes, num_entries, self._may_pad)

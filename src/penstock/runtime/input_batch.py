@@ -123,9 +123,8 @@ class Rows:
         self._is_paged = tuple(groups)
         self._part, self._num_parts = part
         self._fields = tuple(fields)
-        # Numbers that a decode graph takes of each token. Recurrent layers look at host numbers
-        # where there are drafts, so that no graph can hold such a step.
-        self.decode_width = 2 if max_drafts and all(groups) else 1
+        # Numbers that a decode graph takes of each token.
+        self.decode_width = 2 if max_drafts else 1
         num_entries = max_rows * (1 + max_drafts) + 1
         self._arange_R1 = torch.arange(num_entries + 1, dtype=torch.int32, device=device)
         self._prefill_ids: dict[int, Int32s] = {}  # host: what each row must prefill
@@ -216,7 +215,6 @@ class Rows:
                 starts_E1=starts_E1,
                 num_single=num_single,
                 num_drafted=num_decodes - num_single,
-                drafted_tokens=slice(num_single, num_fed),
             ),
         )
         logit_index = logit_index_L.long()
@@ -307,6 +305,7 @@ class Rows:
             grown = torch.where(offsets_N > 0, self.padding_row, index_N)
             if has_drafts:
                 runs = self._runs(offsets_N)
+                drafted = drafted or self._spans(offsets_N[:num_decodes], query_starts_N1)
         firsts_N = torch.where(is_prompt_N, starts_N, own_firsts_N)
         entries = entries_T.long()
         rows_T = index_N[entries]
@@ -339,6 +338,22 @@ class Rows:
 
     def _runs(self, offsets_N: Tensor) -> Runs:
         return Runs(offsets_N, 1 + self.drafts_RK.shape[1])
+
+    def _spans(self, offsets_N: Tensor, query_starts_N1: Tensor) -> DraftedSpans | None:
+        """Of the decodes whose offsets these are, found on the device; the sequences first, then
+        as many without tokens as others have more than one."""
+        if all(self._is_paged):
+            return None
+        num_decodes = len(offsets_N)
+        is_first_N = offsets_N == 0
+        sequence_N = torch.where(is_first_N, is_first_N.cumsum(0) - 1, num_decodes)
+        starts_N1 = torch.full_like(query_starts_N1[: num_decodes + 1], num_decodes)
+        starts_N1.scatter_(0, sequence_N, self._arange_R1[:num_decodes])
+        return DraftedSpans(
+            starts_E1=torch.cat((starts_N1[:-1], query_starts_N1[num_decodes:])),
+            num_single=0,
+            num_drafted=num_decodes,
+        )
 
     def build_decode(self, rows: Int32s, max_kv_len: int) -> StepInputs:
         """The same for a step of decodes only, where row numbers are all the host sends."""
@@ -382,6 +397,7 @@ class Rows:
         self.lengths_R.index_copy_(0, grown, kv_lens_N)
         self.lengths_R[self.padding_row :].zero_()
         num_entries = rows_N.shape[0]
+        query_starts_N1 = self._arange_R1[: num_entries + 1]
         return self._with_fields(
             index_N,
             ForwardBatch(
@@ -389,11 +405,12 @@ class Rows:
                 positions_T=positions_N,
                 slots_T=slots_N,
                 rows_N=rows_N,
-                query_starts_N1=self._arange_R1[: num_entries + 1],
+                query_starts_N1=query_starts_N1,
                 kv_lens_N=kv_lens_N,
                 block_table_RM=self.block_tables[0],
                 num_decodes=num_entries,
                 max_kv_len=max_kv_len,
+                drafted=None if offsets_N is None else self._spans(offsets_N, query_starts_N1),
                 runs=None if offsets_N is None else self._runs(offsets_N),
             ),
             rows,

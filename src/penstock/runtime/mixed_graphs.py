@@ -99,12 +99,16 @@ class MixedGraphs:
         captured = self._captured[shape][self._rows.want_fields(plan.rows)]
         own = shape.places(plan)
         link.receive_padded(own, shape.num_tokens)
-        logits_NV, kv_lens_N, rows_N, hidden_TE = captured.replay(packed)
-        link.send_padded(logits_NV, own)
-        if hidden_TE is not None:
-            hidden_TE = torch.cat([hidden_TE[place] for place in own])
-        num_logits = int((plan.num_logit_rows > 0).sum())
-        return logits_NV[:num_logits], kv_lens_N[:num_logits], rows_N[:num_logits], hidden_TE
+        outputs = captured.replay(packed)
+        link.send_padded(outputs.logits_NV, own)
+        hidden_TE, count = outputs.hidden_TE, int((plan.num_logit_rows > 0).sum())
+        return Outputs(
+            outputs.logits_NV[:count],
+            outputs.kv_lens_N[:count],
+            outputs.rows_N[:count],
+            None if hidden_TE is None else torch.cat([hidden_TE[place] for place in own]),
+            outputs.accept,
+        )
 
     def _shape_of(self, load: StepLoad) -> StepShape | None:
         sizes = load.num_decodes, load.num_prompt_tokens

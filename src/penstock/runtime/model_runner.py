@@ -22,7 +22,7 @@ from penstock.runtime.cpu_graphs import DecodeCpuGraphs
 from penstock.runtime.device_step import DeviceStep
 from penstock.runtime.drafter import Drafter
 from penstock.runtime.drafting import Drafting, Drawn, Fed, Outcome
-from penstock.runtime.graphs import DecodeGraphs, GraphStep, Outputs
+from penstock.runtime.graphs import Accept, DecodeGraphs, GraphStep, Outputs
 from penstock.runtime.input_batch import Rows, StepInputs, by_token, fed_tokens
 from penstock.runtime.kv_tensors import KVTensors
 from penstock.runtime.mixed_graphs import MixedGraphs
@@ -53,6 +53,24 @@ class _Forwarded:
     drafted: DraftedRows | None = None
     pooled: Pooled | None = None
     fed: Fed | None = None  # for a drafter that follows the step
+    accept: Accept | None = None
+
+
+def _replayed(
+    plan: StepPlan, rows: Int32s, outputs: Outputs, drafted: DraftedRows | None, fed: Fed | None
+) -> _Forwarded:
+    return _Forwarded(
+        plan,
+        outputs.logits_NV,
+        outputs.rows_N,
+        outputs.kv_lens_N,
+        rows,
+        None,
+        RanAs.GRAPH,
+        drafted,
+        fed=fed,
+        accept=outputs.accept,
+    )
 
 
 class ModelRunner:
@@ -67,8 +85,9 @@ class ModelRunner:
         drafter: Drafter | None = None,
     ) -> None:
         self._model = model
+        self._cache_layers = model.cache_layers()
         self._link = link
-        self.drafting = Drafting(drafter, rows, model.cache_layers())
+        self.drafting = Drafting(drafter, rows)
         self._rows = rows
         self._kv = kv
         self._sampler = sampler
@@ -166,12 +185,9 @@ class ModelRunner:
         self, plan: StepPlan, tokens: StepPlan, outputs: Outputs, drafted: DraftedRows | None = None
     ) -> _Forwarded:
         """A step with prompts; `tokens` has each token of a decode as one of its own."""
-        logits_LV, kv_lens_L, rows_L, _ = outputs
         rows = tokens.rows[tokens.num_logit_rows > 0]
         fed = self.drafting.fed_by_mix(plan, outputs, drafted is not None)
-        return _Forwarded(
-            plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed=fed
-        )
+        return _replayed(plan, rows, outputs, drafted, fed)
 
     def _replayed(
         self,
@@ -182,11 +198,8 @@ class ModelRunner:
         drafted: DraftedRows | None = None,
     ) -> _Forwarded:
         """A step of decodes."""
-        logits_LV, kv_lens_L, rows_L, _ = outputs
         fed = self.drafting.fed_by_decodes(plan, outputs, offsets)
-        return _Forwarded(
-            plan, logits_LV, rows_L, kv_lens_L, rows, None, RanAs.GRAPH, drafted, fed=fed
-        )
+        return _replayed(plan, rows, outputs, drafted, fed)
 
     def _run_with_drafts(self, plan: StepPlan) -> _Forwarded:
         """A step in which decodes feed drafts: by a CUDA graph if one takes it."""
@@ -263,7 +276,19 @@ class ModelRunner:
             inputs.drafted,
             pooled,
             fed,
+            self._accept_of(batch),
         )
+
+    def _accept_of(self, batch: ForwardBatch) -> Accept | None:
+        """For layers whose state runs through the tokens of a sequence."""
+        if batch.drafted is None:
+            return None
+
+        def accept(num_accepted_N: Tensor) -> None:
+            for layer in self._cache_layers:
+                layer.accept(num_accepted_N)
+
+        return accept
 
     def _hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """Of every token, for logits; and what the drafter reads of the step."""
@@ -291,6 +316,7 @@ class ModelRunner:
                     token_ids_L=token_ids_L,
                     drafted=step.drafted,
                     fed=step.fed,
+                    accept=step.accept,
                 )
             )
         else:
@@ -321,7 +347,8 @@ class ModelRunner:
                 hidden_TD = hidden_TD[last_N]
             logits_NV = self._model.logits(hidden_TD)
             rows_N = batch.rows_N.long()[entries_N]
-            return logits_NV, batch.kv_lens_N[entries_N], rows_N, hidden_TE
+            accept = self._accept_of(batch)
+            return Outputs(logits_NV, batch.kv_lens_N[entries_N], rows_N, hidden_TE, accept)
 
         return step
 
@@ -340,6 +367,7 @@ class ModelRunner:
                 hidden_ND, hidden_NE = self._model(batch), None
             else:
                 hidden_ND, hidden_NE = self._hidden(batch)
-            return self._model.logits(hidden_ND), batch.kv_lens_N, rows_N.long(), hidden_NE
+            logits_NV, accept = self._model.logits(hidden_ND), self._accept_of(batch)
+            return Outputs(logits_NV, batch.kv_lens_N, rows_N.long(), hidden_NE, accept)
 
         return step

@@ -31,12 +31,6 @@ class DraftedRows:
     def width(self) -> int:
         return int(self.counts.max())
 
-    @property
-    def range_with_drafts(self) -> tuple[int, int]:
-        """The entries with more than one row follow one another."""
-        entries = np.flatnonzero(self.counts > 1)
-        return int(entries[0]), int(entries[-1]) + 1
-
     def firsts(self) -> Tensor:
         """The first row of each entry."""
         return to_device(np.cumsum(self.counts) - self.counts, self.drafts_NK.device)

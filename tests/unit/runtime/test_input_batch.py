@@ -42,3 +42,25 @@ def test_decodes_of_a_row_are_a_run() -> None:
         behind = batch.kv_lens_N[:7] - batch.kv_lens_N[0]
         assert behind.tolist() == found[:7]
     assert rows.decode_batch(fed, 64).runs is None
+
+
+def test_spans_of_a_graph_have_the_sequences_first_and_then_nothing() -> None:
+    """Decodes, with drafts or not, in front of two chunks and padding."""
+    rows = Rows(5, 4, 16, torch.device("cpu"), groups=(True, False), max_drafts=3)
+    texts = {row: np.arange(9, dtype=np.int32) for row in range(5)}
+    parts = [(0, 9, 10), (1, 9, 13), (2, 9, 11), (3, 0, 5), (4, 0, 9)]
+    plan = plan_of(0, texts, parts, [1, 1])
+    plan = replace(plan, num_logit_rows=np.array([1, 4, 2, 0, 1], np.int32))
+    rows.apply(plan)
+    eager, shape = rows.build_drafted(plan).batch, StepShape(8, 16)
+    packed = torch.from_numpy(shape.pack(by_token(plan), 5, rows.prefill_ids))
+    padded, _ = rows.padded_batch(packed, shape, 64)
+    fed, offsets = (torch.from_numpy(one) for one in fed_tokens(plan))
+    decodes = rows.decode_batch(fed, 64, None, offsets)
+    assert eager.drafted.starts_E1.tolist() == [0, 1, 5, 7, 12, 21]
+    assert (eager.drafted.num_single, eager.drafted.num_drafted) == (1, 2)
+    # Seven tokens, one of padding; four places of further tokens; chunks, and no more of them.
+    assert padded.drafted.starts_E1.tolist() == [0, 1, 5, 7, *[8] * 5, 13, *[22] * 15]
+    assert (padded.drafted.num_single, padded.drafted.num_drafted) == (0, 8)
+    assert decodes.drafted.starts_E1.tolist() == [0, 1, 5, *[7] * 5]
+    assert rows.decode_batch(fed, 64).drafted is None

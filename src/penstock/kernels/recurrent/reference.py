@@ -2,11 +2,14 @@
 
 What a sequence remembers lies in a slot of a pool. Each op reads the slots of the step's entries
 and leaves there what the next step begins with; an entry without a state yet begins with zeros,
-whatever its slot holds. Decode entries come first, one token each.
+whatever its slot holds. Decode entries come first, one token each. Then come `num_drafted` entries
+of a last token and its drafts: they leave their slots as they were, and what of them counts goes
+through the slots afterwards (`keep_conv`, `keep_delta`).
 
-Legend: T tokens in the step, N entries, S slots, C channels of the convolution, X columns of its
-input, W taps, P = W - 1 past inputs; H key heads, V value heads, R = V / H (value head v belongs to
-key head v // R), K key size, D value size, E = R * D; M chunks of an entry, L tokens of a chunk.
+Legend: T tokens in the step, N entries, B of them with drafts, S slots, C channels of the
+convolution, X columns of its input, W taps, P = W - 1 past inputs; H key heads, V value heads,
+R = V / H (value head v belongs to key head v // R), K key size, D value size, E = R * D; M chunks
+of an entry, L tokens of a chunk.
 """
 
 import torch
@@ -34,6 +37,7 @@ def causal_conv(
     has_state_N: Tensor,
     query_starts_N1: Tensor,
     num_decodes: int,
+    num_drafted: int = 0,
 ) -> Tensor:
     """silu of each channel's weighted sum over its last W inputs; in fp32, [T, C] in x's dtype.
 
@@ -61,9 +65,33 @@ def causal_conv(
 
     entry_N1 = torch.arange(len(slots_N), device=x_TX.device)[:, None]
     position_NP = (ends_N - starts_N - num_past)[:, None] + token_T.new_tensor(range(num_past))
-    has_tokens_N = ends_N > starts_N
-    state_SPC[slots_N.long()[has_tokens_N]] = inputs(entry_N1, position_NP)[has_tokens_N]
+    is_kept_N = (ends_N > starts_N) & ~_drafted(slots_N, num_decodes, num_drafted)
+    state_SPC[slots_N.long()[is_kept_N]] = inputs(entry_N1, position_NP)[is_kept_N]
     return F.silu(y_TC).to(x_TX.dtype)
+
+
+@op(gpu_module=_CONV)
+def keep_conv(
+    x_TX: Tensor,
+    columns_C: Tensor,
+    run: int,
+    state_SPC: Tensor,
+    slots_N: Tensor,
+    query_starts_N1: Tensor,
+    counts_N: Tensor,
+    num_decodes: int,
+    num_drafted: int,
+) -> None:
+    """The first `counts_N` tokens of entries with drafts, one at least, go through their slots for
+    good: a slot has the last P inputs of them and of what it had."""
+    slots_B, starts_B, ends_B = _kept(slots_N, query_starts_N1, counts_N, num_decodes, num_drafted)
+    x_TC, past_BPC, num_past = x_TX[:, columns_C.long()], state_SPC[slots_B], state_SPC.shape[1]
+    position_BP = (ends_B - starts_B)[:, None] + torch.arange(-num_past, 0, device=x_TX.device)
+    at_BP = (starts_B[:, None] + position_BP).clamp(0, len(x_TX) - 1)
+    old_BP1 = (position_BP + num_past).clamp(max=num_past - 1)[..., None]
+    state_SPC[slots_B] = torch.where(
+        (position_BP >= 0)[..., None], x_TC[at_BP], past_BPC.take_along_dim(old_BP1, 1)
+    )
 
 
 @op(gpu_module=_GATES)
@@ -90,6 +118,7 @@ def gated_delta(
     has_state_N: Tensor,
     query_starts_N1: Tensor,
     num_decodes: int,
+    num_drafted: int = 0,
 ) -> Tensor:
     """The gated delta rule, token by token in fp32; [T, V, D] in v's dtype.
 
@@ -116,9 +145,39 @@ def gated_delta(
         out_NVD = torch.einsum("nvk,nvkd->nvd", q_NVK, next_NVKD)
         out_TVD[torch.where(is_on_N, at_N, num_tokens)] = out_NVD.to(v_TVD.dtype)
         now_NVKD = torch.where(is_on_N[:, None, None, None], next_NVKD, now_NVKD)
-    has_tokens_N = ends_N > starts_N
-    state_SVKD[slots_N.long()[has_tokens_N]] = now_NVKD[has_tokens_N]
+    is_kept_N = (ends_N > starts_N) & ~_drafted(slots_N, num_decodes, num_drafted)
+    state_SVKD[slots_N.long()[is_kept_N]] = now_NVKD[is_kept_N]
     return out_TVD[:-1]
+
+
+@op(gpu_module=_DELTA)
+def keep_delta(
+    k_THK: Tensor,
+    v_TVD: Tensor,
+    g_TV: Tensor,
+    beta_TV: Tensor,
+    state_SVKD: Tensor,
+    slots_N: Tensor,
+    query_starts_N1: Tensor,
+    counts_N: Tensor,
+    num_decodes: int,
+    num_drafted: int,
+) -> None:
+    """The first `counts_N` tokens of entries with drafts, one at least, go through their slots for
+    good, as by `gated_delta`, without outputs."""
+    slots_B, starts_B, ends_B = _kept(slots_N, query_starts_N1, counts_N, num_decodes, num_drafted)
+    k_TVK = _unit(k_THK).repeat_interleave(v_TVD.shape[1] // k_THK.shape[1], dim=1)
+    now_BVKD = state_SVKD[slots_B]
+    for step in range(int((ends_B - starts_B).max()) if len(slots_B) else 0):
+        at_B = (starts_B + step).clamp(max=len(k_THK) - 1)
+        k_BVK, v_BVD = k_TVK[at_B], v_TVD[at_B].float()
+        next_BVKD = now_BVKD * g_TV[at_B].exp()[..., None, None]
+        known_BVD = torch.einsum("bvk,bvkd->bvd", k_BVK, next_BVKD)
+        write_BVD = beta_TV[at_B][..., None] * (v_BVD - known_BVD)
+        next_BVKD = next_BVKD + k_BVK[..., None] * write_BVD[:, :, None]
+        is_on_B = starts_B + step < ends_B
+        now_BVKD = torch.where(is_on_B[:, None, None, None], next_BVKD, now_BVKD)
+    state_SVKD[slots_B] = now_BVKD
 
 
 @op(gpu_module=_GATES)
@@ -129,6 +188,27 @@ def rms_norm_gated(x_TVD: Tensor, z_THE: Tensor, weight_D: Tensor, eps: float) -
     return (x32 * F.silu(z_THE.reshape(x_TVD.shape).float())).to(x_TVD.dtype)
 
 
+def _drafted(slots_N: Tensor, num_decodes: int, num_drafted: int) -> Tensor:
+    entry_N = torch.arange(len(slots_N), device=slots_N.device)
+    return (entry_N >= num_decodes) & (entry_N < num_decodes + num_drafted)
+
+
+def _kept(
+    slots_N: Tensor,
+    query_starts_N1: Tensor,
+    counts_N: Tensor,
+    num_decodes: int,
+    num_drafted: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(slot, first token, end of those that count) of each entry with drafts; those without tokens
+    are left out."""
+    here = slice(num_decodes, num_decodes + num_drafted)
+    starts_B, ends_B = query_starts_N1[:-1][here].long(), query_starts_N1[1:][here].long()
+    has_tokens_B = ends_B > starts_B
+    ends_B = torch.minimum(ends_B, starts_B + counts_N[here].long())
+    return slots_N[here].long()[has_tokens_B], starts_B[has_tokens_B], ends_B[has_tokens_B]
+
+
 def _unit(x_THK: Tensor) -> Tensor:
     x32 = x_THK.float()
     return x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + UNIT_EPS)
@@ -136,7 +216,16 @@ def _unit(x_THK: Tensor) -> Tensor:
 
 @causal_conv.impl("torch", needs=cpu())
 def causal_conv_torch(
-    x_TX, columns_C, run, weight_CW, state_SPC, slots_N, has_state_N, query_starts_N1, num_decodes
+    x_TX,
+    columns_C,
+    run,
+    weight_CW,
+    state_SPC,
+    slots_N,
+    has_state_N,
+    query_starts_N1,
+    num_decodes,
+    num_drafted=0,
 ):
     """All decodes at once, other entries one by one, with a multiply-add per tap."""
     x_TC = x_TX.index_select(1, columns_C)
@@ -149,12 +238,13 @@ def causal_conv_torch(
         inputs_NWC = torch.cat((past_NPC, x_TC[:num_decodes, None]), dim=1)
         y_TC[:num_decodes] = (inputs_NWC.float() * weight_WC).sum(1)
         state_SPC[slots] = inputs_NWC[:, 1:]
-    for start, end, slot, has_state in _long_entries(
-        slots_N, has_state_N, query_starts_N1, num_decodes
+    for start, end, slot, has_state, is_kept in _long_entries(
+        slots_N, has_state_N, query_starts_N1, num_decodes, num_drafted
     ):
         past_PC = state_SPC[slot] if has_state else torch.zeros_like(state_SPC[slot])
         inputs_QC = torch.cat((past_PC, x_TC[start:end]))
-        state_SPC[slot] = inputs_QC[end - start :]
+        if is_kept:
+            state_SPC[slot] = inputs_QC[end - start :]
         inputs_QC, y_QC = inputs_QC.float(), y_TC[start:end].zero_()
         for tap in range(num_past + 1):
             y_QC.addcmul_(inputs_QC[tap : tap + end - start], weight_WC[tap])
@@ -173,6 +263,7 @@ def gated_delta_torch(
     has_state_N,
     query_starts_N1,
     num_decodes,
+    num_drafted=0,
 ):
     """All decodes in one step, other entries one by one in chunks."""
     q_THK, k_THK = _unit(q_THK) * q_THK.shape[-1] ** -0.5, _unit(k_THK)
@@ -188,24 +279,53 @@ def gated_delta_torch(
         out_TVD[here] = _step(*parts, now_NVKD)
         if num_decodes > 1:
             state_SVKD[slots] = now_NVKD
-    for start, end, slot, has_state in _long_entries(
-        slots_N, has_state_N, query_starts_N1, num_decodes
+    for start, end, slot, has_state, is_kept in _long_entries(
+        slots_N, has_state_N, query_starts_N1, num_decodes, num_drafted
     ):
         here = slice(start, end)
-        if not has_state:
-            state_SVKD[slot].zero_()
+        now_VKD = state_SVKD[slot] if has_state else torch.zeros_like(state_SVKD[slot])
         parts = (q_THK[here], k_THK[here], v_TVD[here].float(), g_TV[here], beta_TV[here])
-        out_TVD[here], state_SVKD[slot] = _chunks(*parts, state_SVKD[slot])
+        out_TVD[here], now_VKD = _chunks(*parts, now_VKD)
+        if is_kept:
+            state_SVKD[slot] = now_VKD
     return out_TVD
 
 
+@keep_delta.impl("torch", needs=cpu())
+def keep_delta_torch(
+    k_THK,
+    v_TVD,
+    g_TV,
+    beta_TV,
+    state_SVKD,
+    slots_N,
+    query_starts_N1,
+    counts_N,
+    num_decodes,
+    num_drafted,
+):
+    """Entries one by one in chunks."""
+    k_THK = _unit(k_THK)
+    kept = _kept(slots_N, query_starts_N1, counts_N, num_decodes, num_drafted)
+    for slot, start, end in zip(*(x.tolist() for x in kept), strict=True):
+        here = slice(start, end)
+        parts = (k_THK[here], v_TVD[here].float(), g_TV[here], beta_TV[here])
+        _, state_SVKD[slot] = _chunks(k_THK[here], *parts, state_SVKD[slot])
+
+
 def _long_entries(
-    slots_N: Tensor, has_state_N: Tensor, query_starts_N1: Tensor, num_decodes: int
-) -> list[tuple[int, int, int, bool]]:
-    """(first token, end, slot, whether it has a state) of each entry with tokens but decodes."""
+    slots_N: Tensor,
+    has_state_N: Tensor,
+    query_starts_N1: Tensor,
+    num_decodes: int,
+    num_drafted: int,
+) -> list[tuple[int, int, int, bool, bool]]:
+    """(first token, end, slot, whether it has a state, whether it leaves one) of each entry with
+    tokens but decodes."""
     starts = query_starts_N1[num_decodes:].tolist()
     slots, has_state = slots_N[num_decodes:].tolist(), has_state_N[num_decodes:].tolist()
-    entries = zip(starts[:-1], starts[1:], slots, has_state, strict=True)
+    is_kept = (place >= num_drafted for place in range(len(slots)))
+    entries = zip(starts[:-1], starts[1:], slots, has_state, is_kept, strict=True)
     return [entry for entry in entries if entry[0] < entry[1]]
 
 

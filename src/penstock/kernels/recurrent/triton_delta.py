@@ -1,10 +1,11 @@
 """The gated delta rule: decodes token by token, longer entries in chunks.
 
-A decode reads and writes its state once, which is all the time it takes. Chunks go through two
-kernels. The first sees a chunk alone, all chunks at once: it solves the triangular system of their
-writes. The second walks an entry's chunks in order with the state in registers. The equations are
-those of `reference._chunks`. What of them is float32 is multiplied as the sum of two numbers of 16
-bits, as tensor cores take them: an H200's states are off by 1e-5 of a number at most.
+A decode reads and writes its state once, which is all the time it takes; a last token with its
+drafts reads it once, and once more when it is known what counts. Chunks go through two kernels. The
+first sees a chunk alone, all chunks at once: it solves the triangular system of their writes. The
+second walks an entry's chunks in order with the state in registers. The equations are those of
+`reference._chunks`. What of them is float32 is multiplied as the sum of two numbers of 16 bits, as
+tensor cores take them: an H200's states are off by 1e-5 of a number at most.
 
 Legend: T tokens, N entries, S slots, H key heads, V value heads, R = V / H, K key size, D value
 size, L tokens of a chunk.
@@ -17,7 +18,7 @@ import triton.language as tl
 from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
-from penstock.kernels.recurrent.reference import UNIT_EPS, gated_delta
+from penstock.kernels.recurrent.reference import UNIT_EPS, gated_delta, keep_delta
 from penstock.kernels.recurrent.triton_tiles import block_of_entries, max_tiles, tile_of
 from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_math import dot
@@ -31,6 +32,21 @@ _MAX_K = 128  # a program holds all rows of its columns, and shared memory has r
 # Of float32 matrices: three TF32 MMAs instead of one keep its accuracy.
 _PRECISION = tl.constexpr("tf32x3")
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
+
+
+@triton.jit
+def _written(state, k, v, g, beta):
+    """exp(g) state, and what a token of key k adds to it: k (x) beta (v - k . state)."""
+    k *= tl.rsqrt(tl.sum(k * k) + _UNIT_EPS)
+    state *= tl.exp(g)
+    write = beta * (v.to(tl.float32) - tl.sum(state * k[:, None], axis=0))
+    return state + k[:, None] * write[None, :]
+
+
+@triton.jit
+def _read(state, q, scale):
+    q *= tl.rsqrt(tl.sum(q * q) + _UNIT_EPS) * scale
+    return tl.sum(state * q[:, None], axis=0)
 
 
 @jit
@@ -63,15 +79,57 @@ def _step(
     v = tl.load(v_ptr + token * stride_v + head * D + cols, mask=in_value, other=0.0)
     g = tl.load(g_ptr + token * V + head)
     beta = tl.load(beta_ptr + token * V + head)
-    q *= tl.rsqrt(tl.sum(q * q) + _UNIT_EPS) * scale
-    k *= tl.rsqrt(tl.sum(k * k) + _UNIT_EPS)
-
-    state *= tl.exp(g)
-    write = beta * (v.to(tl.float32) - tl.sum(state * k[:, None], axis=0))
-    state += k[:, None] * write[None, :]
-    out = tl.sum(state * q[:, None], axis=0).to(out_ptr.dtype.element_ty)
+    state = _written(state, k, v, g, beta)
+    out = _read(state, q, scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (token * V + head) * D + cols, out, mask=in_value)
     tl.store(state_ptr, state, mask=inside)
+
+
+@jit(do_not_specialize=["first_entry"])
+def _run(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, slots_ptr, has_state_ptr, starts_ptr,
+    counts_ptr, out_ptr, first_entry, stride_q, stride_k, stride_v, scale,
+    V: tl.constexpr, R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, KEEPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A last token and its drafts, as `_step` one after the other. KEEPS: those that count go
+    through the state for good, without outputs; else the state stays as it was.
+
+    Program (b, v, n): the b-th block of value columns, value head v, entry first_entry + n.
+    """
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    head, entry = tl.program_id(1), first_entry + tl.program_id(2)
+    start = tl.load(starts_ptr + entry)
+    end = tl.load(starts_ptr + entry + 1)
+    if KEEPS:
+        end = tl.minimum(end, start + tl.load(counts_ptr + entry).to(tl.int32))
+    if start >= end:
+        return
+    keys = tl.arange(0, BLOCK_K)
+    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_key, in_value = keys < K, cols < D
+    slot = tl.load(slots_ptr + entry).to(tl.int64)
+    state_ptr += (slot * V + head) * (K * D) + keys[:, None] * D + cols[None, :]
+    inside = in_key[:, None] & in_value[None, :]
+    num_known = K
+    if not KEEPS:
+        num_known = tl.where(tl.load(has_state_ptr + entry), K, 0)
+    state = tl.load(state_ptr, mask=inside & (keys[:, None] < num_known), other=0.0)
+    key_head = (head // R) * K
+    for place in tl.range(0, end - start):
+        token = start.to(tl.int64) + place
+        k = tl.load(k_ptr + token * stride_k + key_head + keys, mask=in_key, other=0.0)
+        v = tl.load(v_ptr + token * stride_v + head * D + cols, mask=in_value, other=0.0)
+        g = tl.load(g_ptr + token * V + head)
+        beta = tl.load(beta_ptr + token * V + head)
+        state = _written(state, k.to(tl.float32), v, g, beta)
+        if not KEEPS:
+            q = tl.load(q_ptr + token * stride_q + key_head + keys, mask=in_key, other=0.0)
+            out = _read(state, q.to(tl.float32), scale).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (token * V + head) * D + cols, out, mask=in_value)
+    if KEEPS:
+        tl.store(state_ptr, state, mask=inside)
 
 
 @triton.jit
@@ -289,6 +347,12 @@ def _walk_chunks(
     tl.store(state_ptr, state, mask=inside)
 
 
+def _block_k(key_size: int) -> int:
+    block_k: int = max(16, next_power_of_2(key_size))
+    # Triton 3.6 gets MMAs of square tiles of this size wrong on an H200.
+    return 2 * block_k if block_k == _CHUNK else block_k
+
+
 @gated_delta.impl("triton", needs=arch(80), fits=lambda q_THK, *rest: q_THK.shape[-1] <= _MAX_K)
 def gated_delta_triton(
     q_THK,
@@ -301,6 +365,7 @@ def gated_delta_triton(
     has_state_N,
     query_starts_N1,
     num_decodes,
+    num_drafted=0,
 ):
     (num_tokens, num_heads, key_size), num_entries = q_THK.shape, slots_N.shape[0]
     _, num_value_heads, value_size = v_TVD.shape
@@ -311,9 +376,7 @@ def gated_delta_triton(
     out_TVD = torch.empty(v_TVD.shape, dtype=v_TVD.dtype, device=v_TVD.device)
     scale, group = key_size**-0.5, num_value_heads // num_heads
     strides = (q_THK.stride(0), k_THK.stride(0), v_TVD.stride(0))
-    block_k = max(16, next_power_of_2(key_size))
-    if block_k == _CHUNK:
-        block_k *= 2  # Triton 3.6 gets MMAs of square tiles of this size wrong on an H200
+    block_k = _block_k(key_size)
     blocks_d, options = cdiv(value_size, _BLOCK_D_STEP), launch_options(q_THK)
     on_gpu = q_THK.is_cuda
     if num_decodes:
@@ -322,7 +385,15 @@ def gated_delta_triton(
             *strides, scale, V=num_value_heads, R=group, K=key_size, D=value_size, BLOCK_K=block_k,
             BLOCK_D=_BLOCK_D_STEP, num_warps=4, **options,
         )  # fmt: skip
-    num_longer = num_entries - num_decodes
+    if num_drafted:
+        _run[(blocks_d, num_value_heads, num_drafted)](
+            q_THK, k_THK, v_TVD, g_TV, beta_TV, state_SVKD, slots_N, has_state_N, query_starts_N1,
+            query_starts_N1, out_TVD, num_decodes, *strides, scale, V=num_value_heads, R=group,
+            K=key_size, D=value_size, BLOCK_K=block_k, BLOCK_D=_BLOCK_D_STEP, KEEPS=False,
+            num_warps=4, **options,
+        )  # fmt: skip
+    first_longer = num_decodes + num_drafted
+    num_longer = num_entries - first_longer
     if not num_longer:
         return out_TVD
     num_chunks = max_tiles(num_tokens - num_decodes, num_longer, _CHUNK)
@@ -332,15 +403,40 @@ def gated_delta_triton(
     factors = g_TV.new_empty((num_tokens, 4, num_value_heads))
     _solve_chunks[(num_chunks, num_value_heads)](
         q_THK, k_THK, g_TV, beta_TV, query_starts_N1, pairs, factors,
-        num_decodes, num_longer, *strides[:2], scale, V=num_value_heads, R=group,
+        first_longer, num_longer, *strides[:2], scale, V=num_value_heads, R=group,
         K=key_size, BLOCK_K=block_k, L=_CHUNK, BLOCK_N=block_of_entries(num_longer), ON_GPU=on_gpu,
         num_warps=4, **options,
     )  # fmt: skip
     blocks_d = cdiv(value_size, _BLOCK_D_WALK)
     _walk_chunks[(blocks_d, num_value_heads, num_longer)](
         q_THK, k_THK, v_TVD, pairs, factors, state_SVKD, slots_N, has_state_N,
-        query_starts_N1, out_TVD, num_decodes, *strides, V=num_value_heads, R=group,
+        query_starts_N1, out_TVD, first_longer, *strides, V=num_value_heads, R=group,
         K=key_size, D=value_size, BLOCK_K=block_k, BLOCK_D=_BLOCK_D_WALK, L=_CHUNK, ON_GPU=on_gpu,
         num_warps=4, num_stages=2, **options,
     )  # fmt: skip
     return out_TVD
+
+
+@keep_delta.impl("triton", needs=arch(80), fits=lambda k_THK, *rest: k_THK.shape[-1] <= _MAX_K)
+def keep_delta_triton(
+    k_THK,
+    v_TVD,
+    g_TV,
+    beta_TV,
+    state_SVKD,
+    slots_N,
+    query_starts_N1,
+    counts_N,
+    num_decodes,
+    num_drafted,
+):
+    (_, num_heads, key_size), (_, num_value_heads, value_size) = k_THK.shape, v_TVD.shape
+    assert k_THK.stride()[1:] == (key_size, 1) and v_TVD.stride()[1:] == (value_size, 1)
+    assert state_SVKD.is_contiguous() and g_TV.is_contiguous() and beta_TV.is_contiguous()
+    strides = (k_THK.stride(0), k_THK.stride(0), v_TVD.stride(0))
+    _run[(cdiv(value_size, _BLOCK_D_STEP), num_value_heads, num_drafted)](
+        k_THK, k_THK, v_TVD, g_TV, beta_TV, state_SVKD, slots_N, slots_N, query_starts_N1,
+        counts_N, v_TVD, num_decodes, *strides, 1.0, V=num_value_heads,
+        R=num_value_heads // num_heads, K=key_size, D=value_size, BLOCK_K=_block_k(key_size),
+        BLOCK_D=_BLOCK_D_STEP, KEEPS=True, num_warps=4, **launch_options(k_THK),
+    )  # fmt: skip
