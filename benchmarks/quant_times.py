@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from penstock.bench.roofline import H200
 from penstock.kernels.gemm import linear
 from penstock.kernels.gemm.fp8 import fp8_linear
 from penstock.kernels.gemm.int8 import int8_linear
+from penstock.kernels.gemm.w4a8 import pack_w4a8, w4a8_linear
 from penstock.kernels.gemm.wna16 import weight_only_linear
 from penstock.kernels.gemm.wna16_packing import pack_gpu
 from penstock.kernels.quantize import quantize_fp8
@@ -71,6 +73,15 @@ def weight_only(kind: Any, group: int, zeros: bool = False) -> Callable[[Tensor,
     return make
 
 
+def w4a8(x: Tensor, out_features: int) -> tuple[Gemm, int]:
+    scale = torch.tensor([0.02], device=DEVICE)
+    values, scale = quantize_fp8(x, scale, 0)
+    drawn = random_quantized("int4", out_features, x.shape[1], 128, False, DEVICE)
+    weight = pack_w4a8([replace(drawn, input_scale=scale[0])])
+    assert weight is not None
+    return lambda: w4a8_linear(values, scale, weight, None, x.dtype), weight.num_bytes
+
+
 def mxfp4(x: Tensor, out_features: int) -> tuple[Gemm, int]:
     """Powers of two for 32 inputs."""
     in_features = x.shape[1]
@@ -88,6 +99,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor, int], tuple[Gemm, int]], str]] = {
     "int8 w8a8": (int8, "fp8"),
     "AWQ g128": (weight_only("int4", 128, zeros=True), "bf16"),
     "GPTQ g128": (weight_only("int4", 128), "bf16"),
+    "W4A8 g128": (w4a8, "fp8"),
     "NVFP4": (weight_only("fp4", 16), "bf16"),
     "MXFP4": (mxfp4, "bf16"),
     "nf4": (weight_only("nf4", 64), "bf16"),

@@ -69,7 +69,7 @@ def w4a4_checkpoint(tmp_path, monkeypatch):
 
 def load(folder: Path, mesh: RankMesh | None = None):
     found = parse_model_spec(folder).quantization
-    schemes = choose_schemes(found, folder, torch.float32, CPU, block_scaled=True)
+    schemes = choose_schemes(found, folder, torch.float32, CPU, activations=("nvfp4", "mxfp8"))
     return load_into_memory(folder, mesh=mesh or RankMesh.single(), schemes=schemes)
 
 

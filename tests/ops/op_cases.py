@@ -29,6 +29,7 @@ from penstock.kernels.gemm.quantized_cpu import (
     packed_linear,
     packed_rows,
 )
+from penstock.kernels.gemm.w4a8 import pack_w4a8, w4a8_linear
 from penstock.kernels.gemm.wna16 import weight_only_linear
 from penstock.kernels.gemm.wna16_packing import GpuPackedWeight, pack_gpu, stack_packed
 from penstock.kernels.lora import lora, lora_groups
@@ -793,6 +794,29 @@ def weight_only_case(
     return OpCase(weight_only_linear, name + "-outer" * outer + "-ordered" * ordered, make)
 
 
+def _w4a8(
+    num_tokens: int, in_features: int, out_features: int, *, group: int = 128, bias: bool = False
+) -> OpCase:
+    """Every code of four bits is there."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        codes = torch.randint(16, (out_features, in_features), dtype=torch.uint8)
+        scales = (torch.rand(out_features, in_features // group) + 0.5) / (4 * in_features**0.5)
+        part = QuantizedWeight(
+            "int4", codes.to(device), scales.to(device, dtype), input_scale=torch.tensor(0.02)
+        )
+        weight = pack_w4a8([part])
+        assert weight is not None
+        x = randn(num_tokens, in_features, dtype=dtype, device=device)
+        scale_1 = torch.full((1,), 0.02, device=device)
+        values, _ = quantize_fp8.reference(x, scale_1, 0)
+        bias_O = randn(out_features, dtype=dtype, device=device) if bias else None
+        return values, scale_1, weight, bias_O, dtype
+
+    name = f"{num_tokens}x{in_features}x{out_features}-{group}" + "-bias" * bias
+    return OpCase(w4a8_linear, name, make)
+
+
 def _mxfp8(num_tokens: int, size: int) -> OpCase:
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         x = randn(num_tokens, 2 * size, dtype=dtype, device=device)[:, :size]
@@ -1003,6 +1027,10 @@ OP_CASES = [
     scaled_experts_case(2, 5, 2, 208, 80, nvfp4=True),
     scaled_experts_case(9, 4, 2, 128, 96, nvfp4=False, bias=True, gate=CLAMPED),
     scaled_experts_case(24, 3, 2, 64, 64, nvfp4=False, elsewhere=True),
+    _w4a8(1, 256, 40, bias=True),
+    _w4a8(19, 1024, 136, group=256),
+    _w4a8(150, 384, 72, bias=True),
+    _w4a8(2, 2048, 24, bias=True),
     weight_only_experts_case("int4", 1, 5, 2, 256, 128, group=128, zeros=True),
     weight_only_experts_case("int4", 9, 4, 3, 128, 64, group=32, ordered=True, bias=True),
     weight_only_experts_case("fp4", 2, 6, 3, 384, 80, group=16, outer=True),

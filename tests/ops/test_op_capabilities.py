@@ -29,7 +29,7 @@ FROM_80 = {
     "experts": {"triton few", "triton grouped", "triton mxfp4"},
     "dense_linear": {"gemv", "reference"},  # torch's GEMM is the reference
 }  # fmt: skip
-FROM_89 = {"quantize_fp8", "quantize_mxfp8", "rms_norm_fp8", "silu_mul_fp8"}
+FROM_89 = {"quantize_fp8", "quantize_mxfp8", "rms_norm_fp8", "silu_mul_fp8", "w4a8_linear"}
 FROM_100 = {"scaled_experts", "scaled_linear"}
 REFERENCE = {"reference"}
 

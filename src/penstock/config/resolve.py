@@ -38,14 +38,20 @@ from penstock.config.speculative import DRAFT_LENS, FINAL_STATE, SpeculativeConf
 from penstock.errors import ConfigError
 from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
 from penstock.types.device import DeviceInfo
-from penstock.types.model_spec import DraftModel, ModelSpec, QuantSpec, W8A8Spec
+from penstock.types.model_spec import (
+    ActivationFormat,
+    DraftModel,
+    ModelSpec,
+    QuantSpec,
+    W8A8Spec,
+)
 from penstock.types.setting_choice import SettingChoice
 
 _HALVES = ("bfloat16", "float16")
 _GIB = 2**30
 _BF16_ARCH = 80  # first GPU generation with fast bfloat16
 _FP8_ARCH = 89  # first one with FP8
-_BLOCK_SCALED_ARCH = 100  # first one that multiplies NVFP4 and MXFP8
+_ACTIVATIONS_ARCH: dict[ActivationFormat, int] = {"fp8": _FP8_ARCH, "mxfp8": 100, "nvfp4": 100}
 _FP8 = "float8_e4m3fn"
 _GPU_ROWS, _CPU_ROWS = 2048, 64
 _GPU_TOKENS, _CPU_TOKENS = 8192, 2048
@@ -96,15 +102,16 @@ def resolve(
     quantization = _quantization(
         "quantization", config.quantization, spec, device, kind, model_path
     )
-    quantized_activations = False
-    if spec.quantization is not None and spec.quantization.has_block_scaled_inputs:
+    quantized_activations: tuple[ActivationFormat, ...] = ()
+    formats = frozenset() if spec.quantization is None else spec.quantization.activation_formats
+    if formats:
         quantized_activations = choices.add(
-            "quantized_activations", _quantized_activations(config, device, kind)
+            "quantized_activations", _quantized_activations(config, device, kind, formats)
         )
     elif config.quantize_activations == "always":
         raise ConfigError(
             "quantize_activations is always, but the checkpoint has no weights that are multiplied "
-            "with NVFP4 or MXFP8 activations; leave it out"
+            "with NVFP4, MXFP8 or FP8 activations; leave it out"
         )
     moe_backend = "none"
     if spec.moe is not None:
@@ -247,12 +254,22 @@ def _quantization(
     return asked
 
 
-def _quantized_activations(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[bool]:
+def _quantized_activations(
+    config: EngineConfig, device: DeviceInfo, kind: str, formats: frozenset[ActivationFormat]
+) -> Reasoned[tuple[ActivationFormat, ...]]:
+    known = tuple(sorted(formats))
     if config.quantize_activations != "auto":
-        return config.quantize_activations == "always", "set by quantize_activations"
-    if kind == "cuda" and device.arch >= _BLOCK_SCALED_ARCH:
-        return True, f"the tensor cores of sm_{device.arch} multiply NVFP4 and MXFP8"
-    return False, f"tensor cores that multiply NVFP4 and MXFP8 begin with sm_{_BLOCK_SCALED_ARCH}"
+        is_always = config.quantize_activations == "always"
+        return known if is_always else (), "set by quantize_activations"
+    arch = device.arch if kind == "cuda" else 0
+    found = tuple(format for format in known if arch >= _ACTIVATIONS_ARCH[format])
+    reasons = [f"the tensor cores of sm_{arch} multiply {' and '.join(found)}"] if found else []
+    reasons += [
+        f"tensor cores that multiply {format} begin with sm_{_ACTIVATIONS_ARCH[format]}"
+        for format in known
+        if format not in found
+    ]
+    return found, "; ".join(reasons)
 
 
 def _check_numbers(asked: str | None, found: QuantSpec | None, device: DeviceInfo) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from penstock.types.adapter import Adapter
 from penstock.types.expert_slots import ExpertSlots
 from penstock.types.mesh import MeshShape
+from penstock.types.model_spec import ActivationFormat
 from penstock.types.setting_choice import SettingChoice
 
 
@@ -151,7 +152,7 @@ class RunConfig:
     balance: PromptBalance | None = None  # between data-parallel ranks; None: prompts never wait
     num_replicas: int = 1  # engines like this one on the machine
     quantization: str | None = None  # what the plain weights of a checkpoint become while loading
-    quantized_activations: bool = False  # those of NVFP4 and MXFP4 weights are, too
+    quantized_activations: tuple[ActivationFormat, ...] = ()  # beside weights of 4 bits
     reduced_precision_matmul: bool = (
         False  # of packed weights on a CPU: with 16 bits of their inputs
     )

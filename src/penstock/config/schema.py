@@ -135,9 +135,10 @@ class EngineConfig(StrictModel):
     quantize_activations: Literal["auto", "always", "never"] = setting(
         "auto",
         "Whether activations are quantized where weights are NVFP4 (to NVFP4, which the checkpoint "
-        "was made for) or MXFP4 experts (to MXFP8). auto: on GPUs whose tensor cores multiply "
-        "those, sm_100 and newer. always: without such tensor cores, too, slowly, to see what it "
-        "does to outputs. never: weights alone are quantized.",
+        "was made for), MXFP4 experts (to MXFP8) or INT4 of W4A8_AWQ (to FP8). auto: on GPUs whose "
+        "tensor cores multiply those, sm_100 and newer, FP8 on sm_89 and newer. always: without "
+        "such tensor cores, too, slowly, to see what it does to outputs. never: weights alone are "
+        "quantized.",
         status="prototype",
     )
     load_format: Literal["auto", "dummy"] = setting(

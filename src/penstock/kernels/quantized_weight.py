@@ -41,7 +41,7 @@ class QuantizedWeight:
     outer_O: Tensor | None = None  # fp32: a second scale, per output
     order_I: Tensor | None = None  # int64: the input that each column is for (GPTQ's act-order)
     minima_OG: Tensor | None = None  # fp32, of affine alone
-    input_scale: Tensor | None = None  # fp32: of activations that are meant to be NVFP4, too
+    input_scale: Tensor | None = None  # fp32: of activations that are meant to be quantized, too
 
     @property
     def group(self) -> int:

@@ -1,6 +1,6 @@
 """Which quantization scheme each of a model's layers gets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,10 +21,11 @@ from penstock.quantization.online import FORMATS, OnlineExperts, OnlineScheme
 from penstock.quantization.quant_config import any_excluded, is_excluded
 from penstock.quantization.scheme import ExpertsScheme, LinearScheme, TableScheme
 from penstock.quantization.unquantized import Unquantized, UnquantizedExperts
+from penstock.quantization.w4a8 import W4A8Scheme
 from penstock.quantization.w8a8 import W8A8Experts, W8A8Scheme
 from penstock.quantization.weight_only import Int8Experts, WeightOnlyExperts, WeightOnlyScheme
 from penstock.quantization.weight_only_cpu import CpuWeightOnlyExperts, CpuWeightOnlyScheme
-from penstock.types.model_spec import QuantSpec, W8A8Spec
+from penstock.types.model_spec import ActivationFormat, QuantSpec, W8A8Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ def choose_schemes(
     device: torch.device,
     experts_by_reference: bool = False,
     online: str | None = None,
-    block_scaled: bool = False,
+    activations: Collection[ActivationFormat] = (),
 ) -> Schemes:
     """`path` is where the weights are read from, if they are; `online`, the format that plain ones
-    are quantized to while loading; `block_scaled`: activations become NVFP4 or MXFP8 where the
-    weights are for those.
+    are quantized to while loading; `activations`, what activations become where the weights are
+    for it.
 
     GGUF weights stay packed where there is a kernel for them; elsewhere they are dequantized while
     loading, as are those of experts that the reference shall compute.
@@ -63,16 +64,16 @@ def choose_schemes(
     if online is not None:
         return _online(online, device)
     if quantization is not None and quantization.mixed:
-        return _mixed(quantization, path, dtype, device, experts_by_reference, block_scaled)
+        return _mixed(quantization, path, dtype, device, experts_by_reference, activations)
     if quantization is not None and quantization.weight_only is not None:
         return _weight_only(
-            quantization, is_exact and path is not None, device, experts_by_reference, block_scaled
+            quantization, is_exact and path is not None, device, experts_by_reference, activations
         )
     if quantization is None or quantization.format is None:
         return Schemes(
             tables=plain, linear=lambda names: plain, experts=lambda names: plain_experts
         )
-    of_linear, of_experts = _schemes(quantization.format, device.type != "cpu", block_scaled)
+    of_linear, of_experts = _schemes(quantization.format, device.type != "cpu", activations)
     if quantization.has_input_scales:
         of_linear = InputScaled(of_linear)
     return Schemes(
@@ -88,14 +89,14 @@ def _mixed(
     dtype: torch.dtype,
     device: torch.device,
     experts_by_reference: bool,
-    block_scaled: bool,
+    activations: Collection[ActivationFormat],
 ) -> Schemes:
     """Each part as a checkpoint of its own; a module of none is plain."""
     plain = choose_schemes(None, None, dtype, device)
     of_module: dict[str, Schemes] = {}
     for part in quantization.mixed:
         schemes = choose_schemes(
-            part.spec, path, dtype, device, experts_by_reference, block_scaled=block_scaled
+            part.spec, path, dtype, device, experts_by_reference, activations=activations
         )
         of_module |= dict.fromkeys(part.modules, schemes)
 
@@ -120,19 +121,20 @@ def _weight_only(
     is_exact: bool,
     device: torch.device,
     experts_by_reference: bool,
-    block_scaled: bool,
+    activations: Collection[ActivationFormat],
 ) -> Schemes:
     """Packed on a GPU, and on a CPU as those of a GGUF file."""
     plain, plain_experts = Unquantized(), UnquantizedExperts()
     linear: LinearScheme = plain
     experts: ExpertsScheme = plain_experts
-    if block_scaled and quantization.has_block_scaled_inputs:
-        has_kernel = device.type != "cpu"
-        linear = BlockScaledScheme(quantization.weight_only, has_kernel)
-        experts = BlockScaledExperts(quantization.weight_only, has_kernel)
-    elif device.type != "cpu":
-        linear = WeightOnlyScheme(quantization.weight_only, has_kernel=True)
-        experts = WeightOnlyExperts(quantization.weight_only, has_kernel=True)
+    spec, has_kernel = quantization.weight_only, device.type != "cpu"
+    inputs = quantization.activation_formats & {*activations}
+    if "fp8" in inputs:
+        linear, experts = W4A8Scheme(spec, has_kernel), WeightOnlyExperts(spec, has_kernel)
+    elif inputs:
+        linear, experts = BlockScaledScheme(spec, has_kernel), BlockScaledExperts(spec, has_kernel)
+    elif has_kernel:
+        linear, experts = WeightOnlyScheme(spec, has_kernel), WeightOnlyExperts(spec, has_kernel)
     elif is_exact and library() is not None:
         linear = CpuWeightOnlyScheme()
         experts = plain_experts if experts_by_reference else CpuWeightOnlyExperts()
@@ -158,7 +160,9 @@ def _online(online: str, device: torch.device) -> Schemes:
 
 
 def _schemes(
-    format: W8A8Spec | Literal["mxfp4"], has_kernel: bool, block_scaled: bool
+    format: W8A8Spec | Literal["mxfp4"],
+    has_kernel: bool,
+    activations: Collection[ActivationFormat],
 ) -> tuple[LinearScheme, ExpertsScheme]:
     match format:
         case W8A8Spec(numbers="int8"):
@@ -166,4 +170,5 @@ def _schemes(
         case W8A8Spec():
             return W8A8Scheme(format), W8A8Experts(format)
         case "mxfp4":
-            return Unquantized(), BlockScaledMxfp4Experts() if block_scaled else Mxfp4Experts()
+            is_scaled = "mxfp8" in activations
+            return Unquantized(), BlockScaledMxfp4Experts() if is_scaled else Mxfp4Experts()

@@ -8,8 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.kernels.formats import PLAIN, Activation, InputFormat, Int8, Int8Rows, Int8Static
-from penstock.kernels.quantize.reference import quantize_int8
+from penstock.kernels.formats import (
+    PLAIN,
+    Activation,
+    Fp8,
+    Fp8Static,
+    InputFormat,
+    Int8,
+    Int8Rows,
+    Int8Static,
+)
+from penstock.kernels.quantize import quantize_fp8, quantize_int8
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Piece, Shard, Span
 from penstock.quantization.scheme import LinearScheme, LinearShape
@@ -66,6 +75,8 @@ class InputScaled:
 
     def _converted(self, layer: Any, x_TI: Tensor) -> Activation:
         match self._inner.input_format(layer, x_TI.shape[0]):
+            case Fp8Static(scale_1):
+                return Fp8(*quantize_fp8(x_TI, scale_1, 0))
             case Int8Static(scale_1):
                 return Int8(*quantize_int8(x_TI, scale_1))
             case Int8Rows():

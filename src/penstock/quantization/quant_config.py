@@ -20,6 +20,7 @@ FP8_CACHE = "float8_e4m3fn"
 _BLOCK = [128, 128]
 _NVFP4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16)
 _W4A4_NVFP4 = replace(_NVFP4, inputs="nvfp4")
+_W4A8_GROUP = 128  # of which groups are multiples that are multiplied with FP8
 _MXFP4 = WeightOnlySpec(layout="mxfp4", bits=4, group=32)
 _SUPPORTED = (
     "FP8 (E4M3): static per-tensor scales (ModelOpt FP8; fp8 and compressed-tensors "
@@ -128,8 +129,7 @@ def _mixed(raw: Mapping[str, Any]) -> QuantSpec:
 
 
 def _modelopt_format(algorithm: str | None, raw: Mapping[str, Any]) -> QuantSpec:
-    """Those with INT4 weights are weight-only, whatever activations could be; with NVFP4 weights,
-    where activations could be FP8."""
+    """NVFP4 weights are weight-only where activations could be FP8."""
     name = None if algorithm is None else str(algorithm).upper()
     match name:
         case None | "NO_QUANT":
@@ -152,6 +152,8 @@ def _modelopt_format(algorithm: str | None, raw: Mapping[str, Any]) -> QuantSpec
         case "W4A16_AWQ" | "W4A8_AWQ" if not raw.get("has_zero_point"):
             if (group := _modelopt_group(raw, 128)) > 0:
                 spec = WeightOnlySpec(layout="modelopt", bits=4, group=group)
+                if name == "W4A8_AWQ" and group % _W4A8_GROUP == 0:
+                    spec = replace(spec, inputs="fp8")
                 return QuantSpec(format=None, weight_only=spec, has_input_scales=True)
     details = [
         f"{field} {raw[field]!s:.40}" for field in ("group_size", "has_zero_point") if field in raw

@@ -233,9 +233,10 @@ def _random(
             kind = "e4m3"
     group = spec.group or in_features
     weight = random_quantized(kind, out_features, in_features, group, spec.has_zeros, device)
-    if spec.inputs == "nvfp4":
+    if spec.inputs in ("nvfp4", "fp8"):
         # Of activations around one.
-        return replace(weight, input_scale=torch.tensor(16 / (448 * 6), device=device))
+        largest = 448 * (6 if spec.inputs == "nvfp4" else 1)
+        return replace(weight, input_scale=torch.tensor(16 / largest, device=device))
     if spec.layout == "mxfp4":
         assert weight.outer_O is not None
         power = weight.outer_O[0].log2().round().exp2()

@@ -40,10 +40,13 @@ class W8A8Spec:
     numbers: Literal["e4m3", "int8"] = "e4m3"
 
 
+ActivationFormat = Literal["fp8", "mxfp8", "nvfp4"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOnlySpec:
     """Matrices of 4 or 8 bits a number, multiplied with inputs in the model's own dtype, or with
-    block-scaled ones where a GPU can."""
+    quantized ones where a GPU can."""
 
     # of the tensors
     layout: Literal["awq", "gptq", "packed", "modelopt", "nvfp4", "mxfp4", "fp8", "bitsandbytes"]
@@ -51,7 +54,7 @@ class WeightOnlySpec:
     group: int  # neighboring inputs of an output that share a scale; 0: all of them
     has_zeros: bool = False  # integers have a zero point of their own
     zero_offset: int = 0  # what is added to a stored zero point
-    inputs: Literal["plain", "nvfp4", "mxfp8"] = "plain"  # what the checkpoint was made for
+    inputs: ActivationFormat | Literal["plain"] = "plain"  # what the checkpoint was made for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +76,13 @@ class QuantSpec:
         return bool(self.format or self.weight_only or self.mixed)
 
     @property
-    def has_block_scaled_inputs(self) -> bool:
-        """Some of its weights can be multiplied with NVFP4 or MXFP8."""
-        if self.weight_only is not None:
-            return self.weight_only.inputs != "plain"
-        of_parts = any(part.spec.has_block_scaled_inputs for part in self.mixed)
-        return self.format == "mxfp4" or of_parts
+    def activation_formats(self) -> frozenset[ActivationFormat]:
+        """Those that some of its weights of 4 bits can be multiplied with."""
+        if self.format == "mxfp4":
+            return frozenset(("mxfp8",))
+        if self.weight_only is not None and self.weight_only.inputs != "plain":
+            return frozenset((self.weight_only.inputs,))
+        return frozenset().union(*(part.spec.activation_formats for part in self.mixed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

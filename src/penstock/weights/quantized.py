@@ -244,16 +244,24 @@ def _expanded(scales: Tensor, codes_OI: Tensor) -> Tensor:
 
 def _modelopt(module: str, members: Members, spec: WeightOnlySpec) -> _Matrix:
     """INT4 of ModelOpt: a byte has the signed codes of two neighboring outputs. The second scale of
-    W4A8 says how the first ones become FP8, which they need not here."""
+    W4A8 says how codes times the first ones become FP8, which they need not: codes alone are."""
     codes, scales = members["weight"], members["weight_scale"]
     out_features, in_features = 2 * codes.shape[0], codes.shape[1]
+    input_scale = None
+    if "input_scale" in members:
+        input_scale = _whole(members["input_scale"]).float().amax()
 
     def read(rows: slice, columns: slice, device: torch.device) -> QuantizedWeight:
         words, within = _in_words(rows, 2)
         pairs = codes.read((words, columns)).to(device)
         codes_OI = torch.stack((pairs & 15, pairs >> 4), dim=1).flatten(0, 1)[within] ^ 8
         scales_OG = scales.read((rows, _by_group(columns, spec.group))).to(device)
-        return QuantizedWeight("int4", codes_OI, scales_OG.contiguous())
+        return QuantizedWeight(
+            "int4",
+            codes_OI,
+            scales_OG.contiguous(),
+            input_scale=None if input_scale is None else input_scale.to(device),
+        )
 
     return _Matrix(module, (out_features, in_features), spec.group, read)
 

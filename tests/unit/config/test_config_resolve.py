@@ -302,6 +302,31 @@ def test_activations_are_quantized_where_tensor_cores_multiply_them(found):
             run(GPU, make_spec(quantization=plain), quantize_activations="always")
 
 
+def test_int4_meets_fp8_from_sm_89_on_and_nvfp4_beside_it_from_sm_100():
+    w4a8 = WeightOnlySpec(layout="modelopt", bits=4, group=128, inputs="fp8")
+    parts = [
+        QuantPart(modules=(name,), spec=QuantSpec(format=None, weight_only=one))
+        for name, one in (("a", w4a8), ("b", W4A4))
+    ]
+    mixed = make_spec(quantization=QuantSpec(format=None, mixed=tuple(parts)))
+    alone = make_spec(quantization=parts[0].spec)
+    ada, blackwell = replace(GPU, arch=89), replace(GPU, arch=100)
+    assert run(ada, alone).quantized_activations == ("fp8",)
+    assert run(blackwell, mixed).quantized_activations == ("fp8", "nvfp4")
+    config = run(ada, mixed)
+    assert config.quantized_activations == ("fp8",)
+    assert reason(config, "quantized_activations") == (
+        "the tensor cores of sm_89 multiply fp8; tensor cores that multiply nvfp4 begin with sm_100"
+    )
+    for unable in (replace(GPU, arch=86), CPU):
+        config = run(unable, alone)
+        assert config.quantized_activations == ()
+        assert reason(config, "quantized_activations") == (
+            "tensor cores that multiply fp8 begin with sm_89"
+        )
+        assert run(unable, alone, quantize_activations="always").quantized_activations == ("fp8",)
+
+
 def test_a_cache_format_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"fp8, which needs sm_89 or newer; this is sm_80"):
         run(AMPERE, kv_cache_config={"dtype": "fp8"})

@@ -167,6 +167,22 @@ UNDERSTOOD = {
             excluded=("lm_head",),
         ),
     ),
+    "modelopt, INT4 with FP8": (
+        {"quant_algo": "W4A8_AWQ", "group_size": 256},
+        QuantSpec(
+            format=None,
+            weight_only=WeightOnlySpec(layout="modelopt", bits=4, group=256, inputs="fp8"),
+            has_input_scales=True,
+        ),
+    ),
+    "modelopt, INT4 with FP8 in groups that no kernel takes": (
+        {"quant_algo": "W4A8_AWQ", "group_size": 64},
+        QuantSpec(
+            format=None,
+            weight_only=WeightOnlySpec(layout="modelopt", bits=4, group=64),
+            has_input_scales=True,
+        ),
+    ),
     "modelopt, NVFP4 with FP8": (
         {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 16},
         QuantSpec(format=None, weight_only=NVFP4_ALONE),
