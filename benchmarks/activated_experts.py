@@ -79,7 +79,7 @@ class _Loads:
 def _loads(engine: "LocalEngine") -> _Loads:
     from penstock.layers.moe import MoE
 
-    model = engine.loop._executor._runner._model
+    model = engine.runner._model
     layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
     assert layers, "the model has no experts"
     return _Loads([layer.experts.load_S for layer in layers], layers[0].routing.num_active)

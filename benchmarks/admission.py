@@ -125,7 +125,7 @@ def simulate(
             number, job = waiting.pop()
             scheduler.add(
                 Request(
-                    id=number, prompt_ids=(1,) * job.num_in, sampling=SamplingParams(),
+                    id=number, prompt_ids=np.ones(job.num_in, np.int32), sampling=SamplingParams(),
                     max_tokens=job.max_tokens, stop_ids=(END,),
                 )
             )  # fmt: skip

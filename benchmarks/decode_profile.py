@@ -135,7 +135,7 @@ def roofline_us(
     return None if not num_bytes else count * num_bytes / roofline.at.read_bytes_s * 1e6
 
 
-def bytes_of(roofline: Roofline, batch: int) -> dict[str, int]:
+def bytes_of(roofline: Roofline, batch: int) -> dict[str, float]:
     """What one run of the small kernels reads and writes, by their names."""
 
     def matrix_of(name: str) -> Matrix:

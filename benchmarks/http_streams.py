@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import uvloop
 from sse_client import read_all, request_bytes
 
@@ -172,7 +173,7 @@ async def show_stages(model: str) -> None:
     decoder = messages.decoder(messages.ToClient)
     metrics = Metrics("m", EngineCounters, list)
     sampling = SamplingParams()
-    request = Request(id=1, prompt_ids=(1,), sampling=sampling, max_tokens=1 << 30)
+    request = Request(id=1, prompt_ids=np.ones(1, np.int32), sampling=sampling, max_tokens=1 << 30)
     client: Any = SimpleNamespace(submit=lambda *_: None, abort=lambda _: None)
 
     def generation() -> Generation:

@@ -12,8 +12,9 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from penstock.kernels.attention.triton_decode import DecodeConfig, Load, decode,
 from penstock.kernels.attention.triton_prefill import PrefillConfig, prefill
 from penstock.kernels.gather.triton import decode_inputs_triton
 from penstock.kernels.norm import triton as norm
+from penstock.kernels.pdl import launch_options
 from penstock.kernels.rope import triton as rope
 
 READ_TBPS, COPY_TBPS, GEMM_TFLOPS = 4.52, 4.28, 745.0  # an H200, measured
@@ -90,7 +92,7 @@ def warm_all() -> None:
 # Times.
 
 
-def time_graph_us(launches: list[Callable[[], Any]], budget_ms: float = 25.0) -> float:
+def time_graph_us(launches: Sequence[Callable[..., Any]], budget_ms: float = 25.0) -> float:
     """Mean time of one launch when all of them follow each other in one graph."""
     for launch in launches[:2]:
         launch()
@@ -171,7 +173,7 @@ class PrefillRun:
     def launch(self, config: PrefillConfig | None) -> None:
         prefill(
             self.q, self.k, self.v, self.rows, self.starts, self.kv_lens, self.table, self.out,
-            PARAMS, 0, self.length, config,
+            PARAMS, 0, config,
         )  # fmt: skip
 
     def times(
@@ -216,7 +218,7 @@ def show(config: DecodeConfig | PrefillConfig | None) -> str:
 
 def time_decode() -> list[dict[str, Any]]:
     print("\ndecode attention, 32 query heads, 8 kv heads, head size 128, bf16")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch, kv_len in DECODE_SHAPES:
         run = DecodeRun(batch, kv_len)
         roofline_us = run.kv_bytes / READ_TBPS / 1e6
@@ -300,23 +302,19 @@ def small_ops(num_tokens: int) -> list[tuple[str, int, Callable[[], Any]]]:
     ]
     out, total = torch.empty_like(x), torch.empty_like(x)
     for warps in (4, 8, 16):
-        ops.append((
-            f"  add_rms_norm warps={warps}",
-            4 * norm_bytes,
-            lambda w=warps: norm._add_rms_norm[(rows,)](
-                x, residual, weight, out, total, size, size, 1e-5,
-                D=size, BLOCK_D=size, num_warps=w,
-            ),
-        ))  # fmt: skip
+        launch = partial(
+            norm._add_rms_norm[(rows,)], x, residual, weight, out, total, size, size, 1e-5,
+            D=size, BLOCK_D=size, num_warps=warps, **launch_options(x),
+        )  # fmt: skip
+        ops.append((f"  add_rms_norm warps={warps}", 4 * norm_bytes, launch))
     activated = torch.empty(rows, features, device=DEVICE, dtype=torch.bfloat16)
     for block, warps in ((512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)):
-        ops.append((
-            f"  silu_mul block={block} warps={warps}",
-            rows * features * 6,
-            lambda b=block, w=warps: activation._silu_mul[(rows, triton.cdiv(features, b))](
-                gate_up, activated, 2 * features, features, BLOCK=b, num_warps=w
-            ),
-        ))  # fmt: skip
+        launch = partial(
+            activation._silu_mul[(rows, triton.cdiv(features, block))],
+            gate_up, activated, 2 * features, features, BLOCK=block, num_warps=warps,
+            **launch_options(gate_up),
+        )  # fmt: skip
+        ops.append((f"  silu_mul block={block} warps={warps}", rows * features * 6, launch))
     return ops
 
 

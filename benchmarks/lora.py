@@ -132,7 +132,7 @@ def time_kernels(row: Row, args: argparse.Namespace, tell: Any) -> dict[str, flo
     layers = {"qkv": ATTENTION[:3], "o": ATTENTION[3:], "gate_up": MLP[:2], "down": MLP[2:]}
     for name, parts in layers.items():
         num_in, widths = sizes[parts[0]][1], tuple(sizes[part][0] for part in parts)
-        shape = {"dtype": torch.bfloat16, "device": device}
+        shape: Any = {"dtype": torch.bfloat16, "device": device}
         a = torch.randn(args.adapters, len(parts), size, num_in, **shape)
         b = torch.randn(args.adapters, size, sum(widths), **shape)
         ranks = torch.full((args.adapters, len(parts)), args.rank, device=device).int()

@@ -71,7 +71,7 @@ def start(row: Row, folder: str, settings: dict[str, Any]) -> tuple[LocalEngine,
     if not torch.cuda.is_available():
         settings = settings | {"device": "cpu", "attn_backend": "reference"}
     engine = LocalEngine(folder, **settings)
-    runner: ModelRunner = engine.loop._executor._runner
+    runner: ModelRunner = engine.runner
     if torch.cuda.is_available():
         for _ in engine.engine.config.graph_mixes_when_idle:
             runner.when_idle()
@@ -86,7 +86,8 @@ def stand_in(runner: ModelRunner, max_rows: int) -> MixedGraphs:
     at_start, when_idle = CudaGraphConfig(enable_mixed=True).mixes(max_rows, 512)
     shapes = [StepShape(*mix) for mix in at_start + when_idle] + [StepShape(0, 512)]
     graphs = MixedGraphs(
-        lambda shape: runner.padded_step(shape, 512), shapes, (), runner._rows, Repeats(),
+        lambda shape: runner.padded_step(shape, 512), shapes, (), runner._rows,
+        Repeats(),  # type: ignore[arg-type]
         runner._model.shortened, None,
     )  # fmt: skip
     graphs.capture()
@@ -161,6 +162,7 @@ class DeviceState:
 def noise(runner: ModelRunner) -> Iterator[None]:
     """Embeddings off by as much as rounding to 16 bits."""
     weight = runner._model.embed.weight
+    assert isinstance(weight, Tensor)
     exact = weight.clone()
     generator = torch.Generator(weight.device).manual_seed(0)
     off = torch.randn(weight.shape, generator=generator, device=weight.device)

@@ -39,8 +39,8 @@ def scheduler_of(num_rows: int) -> Scheduler:
 def request(number: int, num_tenants: int) -> Request:
     more: dict[str, Any] = {} if num_tenants == 1 else {"tenant": number % num_tenants}
     return Request(
-        id=number, prompt_ids=tuple(range(number, number + 64)), sampling=SamplingParams(),
-        max_tokens=1 << 18, **more,
+        id=number, prompt_ids=np.arange(number, number + 64, dtype=np.int32),
+        sampling=SamplingParams(), max_tokens=1 << 18, **more,
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class ScriptedEngine:
 
 def _iteration(number: int, num_active: int) -> IterationStats:
     numbers = (field.name for field in fields(IterationStats) if field.default is MISSING)
-    zeros = dict.fromkeys(numbers, 0)
+    zeros: dict[str, Any] = dict.fromkeys(numbers, 0)
     known = {"iter": number, "num_active": num_active, "num_generation": num_active}
     return IterationStats(**(zeros | known))
 

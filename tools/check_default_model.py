@@ -41,6 +41,7 @@ def check_greedy(llm: LLM, path: Path, num_prompts: int) -> bool:
     texts = [question.format(subject) for subject in SUBJECTS for question in QUESTIONS]
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=2)
     outputs = llm.chat([[{"role": "user", "content": t}] for t in texts[:num_prompts]], params)
+    assert isinstance(outputs, list)
     num_equal = 0
     for text, output in zip(texts, outputs, strict=False):
         prompt = torch.tensor([output.prompt_token_ids])
@@ -67,6 +68,7 @@ def check_perplexity(llm: LLM, tokenizer: Tokenizer, wikitext: Path) -> bool:
     assert all(len(chunk) == 512 for chunk in chunks)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     outputs = llm.generate(chunks, params)
+    assert isinstance(outputs, list)
     scores = [p.logprob for o in outputs for p in o.prompt_logprobs or () if p is not None]
     perplexity = math.exp(-math.fsum(scores) / len(scores))
     print(f"perplexity {perplexity:.3f} over {len(scores)} tokens, {PERPLEXITY} expected")

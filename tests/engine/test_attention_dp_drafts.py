@@ -20,7 +20,7 @@ def eagle3_files(folder):
 
 def watch(engine: LocalEngine) -> dict[tuple[bytes, int], set[int]]:
     """By prompt and where its row ends: what rank 0 drafts first behind it."""
-    drafter, found = engine.loop._executor._runner.drafting.drafter, defaultdict(set)
+    drafter, found = engine.runner.drafting.drafter, defaultdict(set)
     draft, prompts = drafter.draft, {}
 
     def joined(joins):

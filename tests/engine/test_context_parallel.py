@@ -56,7 +56,7 @@ def engines(request):
 def test_greedy_tokens_are_those_of_one_rank(engines, monkeypatch):
     """Chunks, preemptions and reused prefixes included; what is sent follows from the plans."""
     gathered, scattered, reduced, plans = [], [], [], []
-    num_ranks, runner = engines.mesh.cp, engines.several.loop._executor._runner
+    num_ranks, runner = engines.mesh.cp, engines.several.runner
     gather, scatter = collectives._gather, collectives._reduce_scatter
     all_reduce, forward = dist.all_reduce, runner.forward
     monkeypatch.setattr(

@@ -110,7 +110,7 @@ class Drafting:
         plain = LocalEngine(folder, **settings)
         self.expected = [tokens for _, tokens in self.run(plain)]
         self.engine = LocalEngine(folder, speculative_config=self.asked, **settings)
-        self.runner = self.engine.loop._executor._runner
+        self.runner = self.engine.runner
         self.watched = self.runner.drafting.drafter = Watched(self.runner.drafting.drafter)
 
     def run(self, engine) -> list[tuple[int, list[int]]]:
@@ -250,7 +250,7 @@ def test_drafts_beside_prompts_replay_graphs(drafting):
         folder, speculative_config=drafting.asked, **COMMON, kv_cache_config={"max_tokens": 512},
         disable_overlap_scheduler=False,
     )  # fmt: skip
-    runner, found = engine.loop._executor._runner, []
+    runner, found = engine.runner, []
     watched = runner.drafting.drafter = Watched(runner.drafting.drafter)
     watched.script = lambda position: position % 4
     decodes = DecodeGraphs(runner.decode_step(96), (12,), True, runner._rows)
@@ -280,7 +280,7 @@ def test_nothing_is_drafted_beyond_the_longest_sequence(drafting):
         LocalEngine(folder, speculative_config=asked, **limits, kv_cache_config=REUSED)
         for asked in (None, drafting.asked | {"max_draft_len": 6})
     ]
-    runner, seen = engines[1].loop._executor._runner, []
+    runner, seen = engines[1].runner, []
     positions = runner._rows.batch_at
     runner._rows.batch_at = lambda *args, **kwargs: (
         seen.append(batch := positions(*args, **kwargs)) or batch
@@ -342,7 +342,7 @@ def test_the_engine_measures_what_drafts_cost_and_says_the_same(drafting):
         **COMMON,
         kv_cache_config=REUSED,
     )
-    costs = adaptive.loop._executor._runner.costs
+    costs = adaptive.runner.costs
     assert costs.max_drafts == MAX_DRAFTS and costs.decodes[0] == 1
     assert min(costs.plain + costs.drafting + costs.full) > 0
     greedy = adaptive.generate(PROMPTS[:1], NUM_TOKENS)

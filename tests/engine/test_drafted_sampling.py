@@ -77,7 +77,7 @@ def test_the_distribution_is_the_targets(drafted, logits, name):
     asked, counters = SETTINGS[name], drafted.counters
     before = counters.accepted_tokens, counters.drafted_tokens
     # The small model does not know of the bias: it drafts what is likely without.
-    drafter = drafted.loop._executor._runner.drafting.drafter
+    drafter = drafted.runner.drafting.drafter
     plain_logits = drafter._logits
     bias_V = torch.zeros(logits[()].shape)
     bias_V[list(TOKENS)] = 80.0

@@ -95,7 +95,7 @@ def check(name: str, batch: int, num_each: int, num_tokens: int) -> tuple[float,
     expected = answers(engine_of(folder, None, batch), asked, num_tokens)
     drafting = {"max_draft_len": 3, "adaptive_draft_len": False} | drafting
     engine = engine_of(folder, drafting, batch)
-    counters, runner = engine.counters, engine.loop._executor._runner
+    counters, runner = engine.counters, engine.runner
     assert answers(engine, asked, num_tokens) == expected
     per_decode = (counters.accepted_tokens + counters.decodes) / counters.decodes
     drafted, accepted = counters.drafted_tokens, counters.accepted_tokens

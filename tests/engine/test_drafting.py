@@ -83,7 +83,7 @@ class Drafting:
         self.outputs = [[token_id for token_id, *_ in one] for one in self.expected]
         config = {"decoding_type": "NGram", "max_draft_len": MAX_DRAFTS, **FIXED}
         self.engine = LocalEngine(folder, speculative_config=config, **COMMON, **overlap)
-        self.runner = self.engine.loop._executor._runner
+        self.runner = self.engine.runner
         self.by_ngrams, self.scripted = self.runner.drafting.drafter, ScriptedDrafter(self.outputs)
 
     def run(self, engine, drafter=None, about=float):

@@ -42,7 +42,7 @@ def test_hidden_states_of_prompts_are_saved_as_transformers_has_them(folder, tmp
     )
     assert engine.generate(PROMPTS, 12) == plain.generate(PROMPTS, 12)
     assert engine.counters.preemptions > 0 and engine.counters.drafted_tokens == 0
-    engine.loop._executor._runner.drafting.drafter.finish()
+    engine.runner.drafting.drafter.finish()
     assert {path.name for path in to.iterdir()} == {f"llama_{n}.safetensors" for n in (2, 4, 5)}
     saved = defaultdict(dict)
     for path in to.iterdir():

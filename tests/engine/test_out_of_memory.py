@@ -15,7 +15,7 @@ def test_requests_of_the_step_fail_and_the_engine_goes_on(monkeypatch, where, is
     engine = LocalEngine("tiny", disable_overlap_scheduler=not is_overlapped)
     expected = engine.generate(PROMPTS, 6)
 
-    runner = engine.loop._executor._runner
+    runner = engine.runner
     real, num_calls = getattr(runner, where), 0
 
     def breaking(*args):

@@ -36,7 +36,7 @@ def engines(request):
 def test_greedy_tokens_are_those_of_one_rank(engines, monkeypatch):
     """Each stage has a step in flight; a rank of the first sends one hidden state per token."""
     sent, num_fed = [], []
-    isend, runner = dist.isend, engines.several.loop._executor._runner
+    isend, runner = dist.isend, engines.several.runner
     monkeypatch.setattr(dist, "isend", lambda x, dst: (sent.append(x.nbytes), isend(x, dst))[1])
     forward = runner.forward
 

@@ -38,7 +38,7 @@ def engines_of(folder, num_ranks=RANKS, *, backend="WIDEEP", **further):
 
 
 def balancer_of(engines) -> ExpertBalancer:
-    runner = engines.several.loop._executor._runner
+    runner = engines.several.runner
     [turn] = runner.before_steps
     return turn.__self__
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -108,9 +109,9 @@ def nccl() -> None:
         reduced.append(torch.cuda.is_current_stream_capturing())
         return all_reduce(x, *args, **kwargs)
 
-    dist.all_reduce = counted
-    RankMesh.create = partial(create, lone_roles=("attention", "vocab"))
-    found, ran_as = engine_tokens(LocalEngine)
+    meet = partial(create, lone_roles=("attention", "vocab"))
+    with patch.object(dist, "all_reduce", counted), patch.object(RankMesh, "create", meet):
+        found, ran_as = engine_tokens(LocalEngine)
     assert dist.get_backend() == "nccl"
     assert found == expected, "NCCL with one rank gives other tokens"
     assert any(reduced), "NCCL was in no graph"
@@ -135,8 +136,8 @@ def oneshot() -> None:
         calls.append((norm is not None, torch.cuda.is_current_stream_capturing()))
         return run(self, x, norm)
 
-    OneShot._run = counted
-    found, ran_as = engine_tokens(LocalEngine, allreduce_strategy="ONESHOT")
+    with patch.object(OneShot, "_run", counted):
+        found, ran_as = engine_tokens(LocalEngine, allreduce_strategy="ONESHOT")
     assert found == expected, "one-shot sums give other tokens"
     for is_fused in (True, False):
         assert (is_fused, True) in calls, "one-shot sums were in no graph"
@@ -160,8 +161,7 @@ def engine_tokens(start, **settings):
         ran_as[str(result.ran_as)] += 1
         return commit(self, result)
 
-    Scheduler.commit = watched
-    try:
+    with patch.object(Scheduler, "commit", watched):
         engine = start(
             str(MODEL), kv_cache_config={"max_tokens": 8192}, seed=1, max_batch_size=4,
             max_num_tokens=128, cuda_graph_config={"num_tokens": [128], "enable_mixed": False},
@@ -169,8 +169,6 @@ def engine_tokens(start, **settings):
         )  # fmt: skip
         assert engine.engine.config.graph_batch_sizes, "without graphs this shows nothing"
         found = engine.generate([[*range(20, 20 + n)] for n in (5, 64, 300)], 48)
-    finally:
-        Scheduler.commit = commit
     engine.engine._ranks.stop()
     return found, ran_as
 
@@ -260,20 +258,13 @@ def one_shot_of():
     return one_shot
 
 
-class only_loaded:
+def only_loaded():
     """Within it the kernel is compiled and loaded by a grid of no programs, and not run."""
+    from penstock.kernels.all_reduce import triton as module
 
-    def __enter__(self):
-        from penstock.kernels.all_reduce import triton as module
-
-        self._module, self._kernel = module, module._one_shot
-        launch = self._kernel.launch
-        module._one_shot = type(
-            "Loaded", (), {"__getitem__": lambda _, __: partial(launch, (0,))}
-        )()
-
-    def __exit__(self, *_):
-        self._module._one_shot = self._kernel
+    launch = module._one_shot.launch
+    loaded = type("Loaded", (), {"__getitem__": lambda _, __: partial(launch, (0,))})()
+    return patch.object(module, "_one_shot", loaded)
 
 
 def absent() -> None:
@@ -305,6 +296,7 @@ def memory() -> None:
     torch.cuda.set_device(device)
     mesh = RankMesh.create(0, MeshShape(), "127.0.0.1:29541", device, with_one_shot=True)
     way = mesh.role("attention").one_shot
+    assert way is not None
     say("     symmetric memory is there")
     for dtype in (torch.bfloat16, torch.float32):
         for num_tokens, size in ((1, 4096), (32, 4096), (7, 5120), (16, 8192 // dtype.itemsize)):

@@ -39,6 +39,7 @@ def answers(model: str, dtype: str) -> list[dict[str, Any]]:
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=2)
     with LLM(model=model, dtype=dtype, max_seq_len=512, max_batch_size=32) as llm:
         outputs = llm.chat([[{"role": "user", "content": text}] for text in texts], params)
+    assert isinstance(outputs, list)
     found = []
     for text, output in zip(texts, outputs, strict=True):
         answer = output.outputs[0]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -39,14 +40,14 @@ class LogitTap:
 
     def __init__(self, engine: LocalEngine) -> None:
         self.rows: list[torch.Tensor] = []
-        runner = engine.loop._executor._runner
+        runner = engine.runner
         inner = runner._sampler.sample
 
         def sample(logits, *args):
             self.rows.append(logits.float().clone())
             return inner(logits, *args)
 
-        runner._sampler.sample = sample
+        patch.object(runner._sampler, "sample", sample).start()
 
 
 def checkpoints(folder: Path):
@@ -162,7 +163,7 @@ def check_stress(folder: Path) -> None:
         cuda_graph_config={"max_batch_size": 16, "enable_padding": True},
     )  # fmt: skip
     ids = [engine.submit(p, 48) for p in prompts * 2]
-    dropped = set()
+    dropped: set[int] = set()
     for turn in range(4000):
         engine.turn()
         if turn % 60 == 59 and len(dropped) < 4:
@@ -216,7 +217,8 @@ def check_trace(folder: Path) -> None:
         for _ in range(100):
             engine.turn()
         torch.cuda.synchronize()
-    spans, by_kernel = [], {}
+    spans: list[tuple[float, float, str]] = []
+    by_kernel: dict[str, tuple[float, int]] = {}
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spans.append((event.time_range.start, event.time_range.end, event.name))

@@ -1,6 +1,7 @@
 """A rank that meets the others over gloo, so that two ranks can share one GPU: for `tp_check`."""
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,7 +18,7 @@ def create_over_gloo(
 
 
 def use_gloo() -> None:
-    RankMesh.create = staticmethod(create_over_gloo)
+    patch.object(RankMesh, "create", create_over_gloo).start()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +105,7 @@ def submit(engine: LocalEngine, number: int, prompt: list[int], path: Path | Non
     adapter = None if path is None else adapter_of(path.name, str(path))
     request = Request(
         id=request_id(1, 1000 + number),
-        prompt_ids=tuple(prompt),
+        prompt_ids=np.array(prompt, np.int32),
         sampling=SamplingParams(temperature=0.0),
         max_tokens=NUM_TOKENS,
         adapter=adapter,

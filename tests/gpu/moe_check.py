@@ -216,6 +216,10 @@ GROUPED = {  # outputs, warps, stages, band; by whether a block has few pairs
     False: [(64, 4, 3, 4), (128, 8, 3, 4), (128, 8, 4, 8), (64, 4, 4, 1), (128, 8, 3, 1)],
 }
 Run = Callable[..., Tensor]
+# With launch configs, which the op's callers know nothing of.
+SMALL_M_RUN: Run = experts_small_m
+GROUPED_RUN: Run = experts_grouped
+MXFP4_RUN: Run = experts_mxfp4
 
 
 def variants(layer: Layer, num_tokens: int) -> dict[str, Run]:
@@ -227,19 +231,19 @@ def variants(layer: Layer, num_tokens: int) -> dict[str, Run]:
         for rows in block_sizes:
             for shape in MXFP4[rows <= 32]:
                 found[f"rows {rows} {shape}"] = partial(
-                    experts_mxfp4, rows=rows, configs=(Mxfp4Config(*shape),) * 2
+                    MXFP4_RUN, rows=rows, configs=(Mxfp4Config(*shape),) * 2
                 )
         return found
     if num_tokens <= MAX_SMALL_M:
         for shapes in zip(*SMALL_M[layer.bits], strict=True):
             configs = tuple(SmallMConfig(*shape) for shape in shapes)
-            found[f"small-M {shapes}"] = partial(experts_small_m, configs=configs)
+            found[f"small-M {shapes}"] = partial(SMALL_M_RUN, configs=configs)
     depth = 64 if layer.bits == 16 else 128
     for rows in block_sizes:
         for outputs, num_warps, num_stages, band in GROUPED[rows <= 32]:
             config = GroupedConfig(outputs, depth, num_warps, num_stages, band)
             found[f"rows {rows} {(outputs, num_warps, num_stages, band)}"] = partial(
-                experts_grouped, rows=rows, configs=(config, config)
+                GROUPED_RUN, rows=rows, configs=(config, config)
             )
     return found
 

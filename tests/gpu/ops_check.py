@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,8 @@ def check_attention(part: str) -> int:
                 off = (found - expected).abs().nan_to_num(torch.inf).max().item()
                 yield f"off by {off:.3g}, load {load}"
             scale_1 = found.abs().max().view(1).float() / 448
-            as_8_bits = get_backend("triton").attend(*args.unpack(), scale_1)
+            in_8_bits = (*args.unpack(), scale_1)
+            as_8_bits = get_backend("triton").attend(*in_8_bits)
             if not torch.equal(as_8_bits.float(), quantized_output(found, scale_1).float()):
                 yield f"the FP8 output differs, load {load}"
 
@@ -109,7 +110,7 @@ def hopper_cases() -> Iterator[tuple[Any, Any]]:
             (16, 128, None, False),
         )
     ):
-        shape = dict(num_heads=2 * group, head_size=128, block_size=block_size)
+        shape: Any = dict(num_heads=2 * group, head_size=128, block_size=block_size)
         for dtype in (torch.bfloat16, torch.float16)[: 1 + (number < 4)]:
             yield AttentionCase(entries, 1, **shape, window=window, sinks=sinks), dtype
 
@@ -131,17 +132,14 @@ def check_hopper() -> int:
         spoil_unused(k, v, batch, params.window)
         first, begin = batch.num_decodes, int(batch.query_starts_N1[batch.num_decodes])
         close = tolerance(q.dtype)
-        for name, run, options in (
-            ("hopper", hopper_prefill.prefill, {}),
-            ("triton", triton_prefill.prefill, {"config": triton_prefill.PrefillConfig()}),
-        ):
+        usual = partial(triton_prefill.prefill, config=triton_prefill.PrefillConfig())
+        for name, run in (("hopper", hopper_prefill.prefill), ("triton", usual)):
             if name == "triton" and params.window is not None:
                 continue  # it reads some keys before the window
             found = torch.zeros_like(q)
             run(
                 qkv[:, : q.shape[1]], k, v, batch.rows_N, batch.query_starts_N1, batch.kv_lens_N,
                 batch.block_table_RM, found, params, first, sinks_H=sinks,
-                **options,
             )  # fmt: skip
             if found[:begin].any():
                 yield f"{name} wrote rows of decodes"
@@ -214,7 +212,9 @@ def main() -> None:
     parser.add_argument("--inside", metavar="OP", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        checks = {part: partial(check_attention, part) for part in ATTENTION_PARTS}
+        checks: dict[str, Callable[[], int]] = {
+            part: partial(check_attention, part) for part in ATTENTION_PARTS
+        }
         checks[HOPPER] = check_hopper
         num_run = checks.get(args.inside, lambda: check_op(args.inside))()
         if not num_run:

@@ -5,6 +5,7 @@ PYTHONPATH=src python tests/gpu/sampling_check.py [checks] [times]
 
 import sys
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ CUDA = torch.device("cuda")
 VOCAB = 128256
 BATCHES = (1, 32, 256)
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
     "top_k": {"top_k": 50},
@@ -75,8 +76,8 @@ def check_kernels() -> None:
         seeds = torch.arange(64, device=CUDA) * 10**12
         indices = torch.arange(64, device=CUDA)
         temperature = torch.linspace(0, 2, 64, device=CUDA)
-        args = (logits, temperature, seeds, indices)
-        found, expected = kernels.gumbel_argmax(*args), reference.gumbel_argmax.reference(*args)
+        drawn = (logits, temperature, seeds, indices)
+        found, expected = kernels.gumbel_argmax(*drawn), reference.gumbel_argmax.reference(*drawn)
         assert torch.equal(found, expected), (found != expected).sum()
 
         top_k = torch.tensor([0, 1, 50, 20] * 16, device=CUDA, dtype=torch.int32)

@@ -47,9 +47,15 @@ def answers(folder: Path, asked: list[dict[str, Any]], **settings: Any) -> list[
         for one in asked
     ]
     # Several may share the GPU, so none may take all memory that is left.
-    small = {"max_seq_len": 1024, "max_batch_size": 64, "kv_cache_config": {"max_tokens": 65536}}
+    small: dict[str, Any] = {
+        "max_seq_len": 1024,
+        "max_batch_size": 64,
+        "kv_cache_config": {"max_tokens": 65536},
+    }
     with LLM(str(folder), **small, **settings) as llm:
-        return llm.chat([one["messages"] for one in asked], params, options)
+        found = llm.chat([one["messages"] for one in asked], params, options)
+    assert isinstance(found, list)
+    return found
 
 
 def check(folder: Path) -> bool:

@@ -14,6 +14,8 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,8 +35,13 @@ from penstock.runtime import local_ranks  # noqa: E402
 def two_ranks_on_one_gpu() -> None:
     use_gloo()
     probe = engine_module.probe
-    engine_module.probe = lambda: replace(probe(), num_devices=2)
-    local_ranks.Child = lambda module, *args, **kwargs: Child("gloo_worker", *args, **kwargs)
+    two = replace(probe(), num_devices=2)
+
+    def child(module: str, *args: Any, **kwargs: Any) -> Child:
+        return Child("gloo_worker", *args, **kwargs)
+
+    patch.object(engine_module, "probe", lambda: two).start()
+    patch.object(local_ranks, "Child", child).start()
 
 
 def main() -> None:

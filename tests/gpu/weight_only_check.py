@@ -147,10 +147,9 @@ def rounded_values(weight: GpuPackedWeight) -> Tensor:
     quantized = unpack_gpu(weight)
     if quantized.scales_OG.shape[1] == 1:
         return quantized.values()
-    scales, zeros = (
-        None if x is None else x.repeat_interleave(quantized.group, dim=1)
-        for x in (quantized.scales_OG, quantized.zeros_OG)
-    )
+    scales, zeros = quantized.scales_OG.repeat_interleave(quantized.group, dim=1), None
+    if quantized.zeros_OG is not None:
+        zeros = quantized.zeros_OG.repeat_interleave(quantized.group, dim=1)
     values = numbers(quantized.kind, quantized.codes_OI, zeros).bfloat16() * scales.bfloat16()
     return (
         values.float() if quantized.outer_O is None else values.float() * quantized.outer_O[:, None]

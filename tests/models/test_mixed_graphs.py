@@ -146,7 +146,7 @@ def test_an_engine_gives_the_same_tokens_with_mixed_steps_in_graphs(architecture
             scheduler_config={"max_prompt_tokens_beside_decodes": 12},
             kv_cache_config={"tokens_per_block": BLOCK, "max_tokens": 1024},
         )  # fmt: skip
-        runner = engine.loop._executor._runner
+        runner = engine.runner
         runner._cpu_graphs = None
         if has_graphs:
             with_graphs(runner)

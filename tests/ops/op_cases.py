@@ -144,8 +144,8 @@ def _lora(
         num = len(slots) if num_single is None else num_single
         a, b = a.to(device, dtype), b.to(device, dtype)
         groups = lora_groups.reference(torch.tensor(slots[:num], dtype=torch.int32), 4)
-        groups = groups.to(device) if num else None
-        return both[:, :in_size], y, a, b, *ints, part_sizes, groups
+        given = groups.to(device) if num else None
+        return both[:, :in_size], y, a, b, *ints, part_sizes, given
 
     name = f"{len(slots)}x{in_size}x{'+'.join(map(str, part_sizes))}-r{size}-{num_single}"
     return OpCase(lora, name, make, mutated=(1,))
@@ -470,7 +470,7 @@ def _entries(
     slots = (torch.randperm(len(lens) + 2)[: len(lens)]).int()
     has_state = torch.arange(len(lens)) % 3 != 1
     starts = torch.tensor([0, *lens]).cumsum(0).int()
-    return *(x.to(device) for x in (slots, has_state, starts)), num_decodes
+    return slots.to(device), has_state.to(device), starts.to(device), num_decodes
 
 
 def _pool(
@@ -770,10 +770,9 @@ def weight_only_experts_case(
         x = randn(num_tokens, size, dtype=dtype, device=device) / size**0.5
         slots = torch.stack([torch.randperm(num_slots)[:num_active] for _ in range(num_tokens)])
         weights = torch.rand(num_tokens, num_active, device=device) / features**0.5
-        biases = [None, None]
-        if bias:
-            sizes = (2 * features, size)
-            biases = [0.2 * randn(num_slots, n, dtype=dtype, device=device) for n in sizes]
+        sizes = (2 * features, size)
+        drawn = [0.2 * randn(num_slots, n, dtype=dtype, device=device) for n in sizes]
+        biases = drawn if bias else [None, None]
         return x, slots.int().to(device), weights, gate_up, down, *biases, gate
 
     name = f"{kind}-{num_tokens}x{size}x{features}-{num_active}of{num_slots}"
@@ -1388,7 +1387,7 @@ def gpu_attention_cases() -> Iterator[AttentionCase]:
     shapes = [(size, group) for size in (64, 128, 256) for group in (1, 2, 4, 8)]
     for i, (head_size, group) in enumerate([*shapes, (80, 1), (96, 3), (128, 5), (64, 16)]):
         block_size = (16, 32, 64)[i % 3]
-        shape = dict(
+        shape: dict[str, Any] = dict(
             num_heads=2 * group, num_kv_heads=2, head_size=head_size, block_size=block_size
         )
         edges = [k * block_size + d for k in (1, 2, 7) for d in (-1, 0, 1)]

@@ -85,7 +85,7 @@ class Eagle3(nn.Module):
         keys: list[tuple[Tensor, Tensor]] = []
         said = []
         for _ in range(DEPTH):
-            block = self.midlayer
+            block: Any = self.midlayer
             both = (block["input_layernorm"](embedding_BSD), block["hidden_norm"](hidden_BSD))
             hidden_BSD = hidden_BSD + self._attended(torch.cat(both, -1), keys, rotary)
             x_BSD, mlp = block["post_attention_layernorm"](hidden_BSD), block["mlp"]
@@ -96,7 +96,8 @@ class Eagle3(nn.Module):
         return said
 
     def _attended(self, x_BSD: Tensor, keys: list[tuple[Tensor, Tensor]], rotary: Any) -> Tensor:
-        attention, num_kept = self.midlayer["self_attn"], self.num_heads // self.num_kv_heads
+        midlayer: Any = self.midlayer
+        attention, num_kept = midlayer["self_attn"], self.num_heads // self.num_kv_heads
         q, k, v = (
             attention[f"{name}_proj"](x_BSD).unflatten(-1, (-1, self.config.head_dim))
             for name in "qkv"

@@ -91,10 +91,11 @@ class Op(Generic[P, R]):
     so a CPU process never loads Triton.
     """
 
+    __name__: str
+
     def __init__(self, reference: Callable[P, R], gpu_module: str | None = None) -> None:
         functools.update_wrapper(self, reference)
         self.reference = reference
-        self._name: str = reference.__name__
         self._gpu_module = gpu_module
         self._impls: dict[str, Impl[P, R]] = {}
         self._picks: dict[tuple[Any, ...], Callable[P, R]] = {}
@@ -108,7 +109,7 @@ class Op(Generic[P, R]):
         """Register one; `fits` may look at shapes, dtypes and plain arguments only."""
 
         def register(run: Callable[P, R]) -> Callable[P, R]:
-            assert name not in self._impls and name != "reference", (self._name, name)
+            assert name not in self._impls and name != "reference", (self.__name__, name)
             self._impls[name] = Impl(name, run, needs, fits)
             self._picks.clear()
             self._first_on_cpu = self._first_on_gpu = None
@@ -144,7 +145,7 @@ class Op(Generic[P, R]):
         """Which implementation these arguments get, and why not the ones before it."""
         kind = self._positional(*args, **kwargs)[0].device.type
         chosen, refusals = self._pick(kind, *args, **kwargs)
-        return "; ".join([f"{self._name}: {chosen.name}", *refusals])
+        return "; ".join([f"{self.__name__}: {chosen.name}", *refusals])
 
     def _pick(self, kind: str, *args: P.args, **kwargs: P.kwargs) -> tuple[Impl[P, R], list[str]]:
         impls = self.implementations() if kind == "cuda" else self._impls

@@ -42,6 +42,15 @@ def test_every_check_is_a_part_or_named_as_none():
     assert len(run) > 8 and there - run == set(re.findall(r"\w+_check\.py", runner.__doc__))
 
 
+def test_every_script_imports_and_says_its_flags():
+    """Also those that nothing else here starts. `make check` has their types."""
+    folders = [runner.ROOT / folder for folder in ("benchmarks", "tests/gpu", "tools")]
+    scripts = [str(path) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    command = [sys.executable, str(GPU.parent / "fixtures" / "help_of_scripts.py"), *scripts]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert len(scripts) > 60 and ran.returncode == 0, ran.stdout + ran.stderr[-2000:]
+
+
 def test_a_failed_part_says_what_failed_before_anything_else(tmp_path):
     part = runner.Part("one two", ("-c", "print('FAIL a\\nok b'); raise SystemExit(1)"))
     assert runner.run(part, tmp_path)[1] == "code 1"
