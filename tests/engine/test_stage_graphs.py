@@ -33,7 +33,7 @@ def test_stages_that_replay_graphs_give_one_ranks_tokens(name, settings, monkeyp
     cp_size = settings.get("context_parallel_size", 1)
     engines = RankEngines(name, BLOCK // cp_size, 512, attn_backend="reference", **settings)
     try:
-        runner, counters = engines.several.loop._executor._runner, engines.several.counters
+        runner, counters = engines.several.runner, engines.several.counters
         forward = runner.forward
 
         def counted(part):
