@@ -342,9 +342,9 @@ class Rows:
     def _spans(self, offsets_N: Tensor, query_starts_N1: Tensor) -> DraftedSpans | None:
         """Of the decodes whose offsets these are, found on the device; the sequences first, then
         as many without tokens as others have more than one."""
-        if all(self._is_paged):
-            return None
         num_decodes = len(offsets_N)
+        if all(self._is_paged) or not num_decodes:
+            return None
         is_first_N = offsets_N == 0
         sequence_N = torch.where(is_first_N, is_first_N.cumsum(0) - 1, num_decodes)
         starts_N1 = torch.full_like(query_starts_N1[: num_decodes + 1], num_decodes)
