@@ -13,7 +13,7 @@ __all__ = ["H200", "Matrix", "Roofline", "roofline_of"]
 def roofline_of(row: Row, activated: Mapping[int, float] | None = None) -> Roofline:
     return bench_roofline.roofline_of(
         row.config,
-        has_fp8_cache=row.has_fp8_cache,
+        cache="fp8" if row.has_fp8_cache else "auto",
         max_running=row.max_running,
         activated=activated,
     )

@@ -11,6 +11,7 @@ FEW_TOKENS = 192
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
 CASES = {  # folder, further settings
     "tiny, 2 ranks, drafts": ("tiny", {"context_parallel_size": 2, "speculative_config": NGRAM}),
+    "tiny, 2 ranks, NVFP4": ("tiny", {"context_parallel_size": 2, "cache_dtype": "nvfp4"}),
     "deepseek_v3, 2 ranks": (  # latents
         "deepseek_v3",
         {"context_parallel_size": 2, "cp_config": {"cp_type": "ring"}},

@@ -24,6 +24,7 @@ CASES = [  # model type, cache groups, dtype of the cache, steps in flight
     ("llama", 1, "auto", 1), ("llama", 1, "int8", 2), ("qwen3_moe", 1, "auto", 1),
     ("qwen3_moe", 1, "int8", 1), ("deepseek_v3", 1, "auto", 1),
     ("gpt_oss", 2, "auto", 2), ("gpt_oss", 2, "int8", 1),  # windows
+    ("llama", 1, "nvfp4", 2), ("gpt_oss", 2, "nvfp4", 1),
     ("qwen3_next", 2, "auto", 2),  # recurrent states
 ]  # fmt: skip
 
@@ -67,10 +68,11 @@ def test_host_memory_for_no_sequence_is_told(tmp_path, caplog):
 def test_two_ranks_keep_their_parts(tmp_path):
     folder = make_checkpoint(tmp_path / "llama", "llama")
     texts = texts_of(folder)
-    expected = LocalEngine(folder, **SETTINGS, kv_cache_config=MANY).generate(texts, NUM_TOKENS)
+    single = LocalEngine(folder, **SETTINGS, kv_cache_config=MANY | {"dtype": "nvfp4"})
+    expected = single.generate(texts, NUM_TOKENS)
     with Server(
         folder, "--tp_size", "2", **SETTINGS, scheduler_config=ANY_TIME,
-        kv_cache_config=FEW | {"host_cache_size": 1 << 30},
+        kv_cache_config=FEW | {"host_cache_size": 1 << 30, "dtype": "nvfp4"},
     ) as server:  # fmt: skip
 
         def answer(prompt: list[int]) -> list[int]:

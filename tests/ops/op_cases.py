@@ -229,6 +229,7 @@ def rope_case(
     norm: bool = False,
     fp8: bool = False,
     int8: bool = False,
+    nvfp4: bool = False,
     gates: bool = False,
 ) -> OpCase:
     """With `gates` the weights of the norms are fp32, as of norms that add one."""
@@ -243,16 +244,20 @@ def rope_case(
         positions = torch.randint(0, 64, (num_tokens,)).to(device)
         slots = torch.randperm(9 * block_size)[:num_tokens].to(device)
         cache_dtype = torch.float8_e4m3fn if fp8 else torch.int8 if int8 else dtype
-        caches = _cache(kv_heads, block_size, size, cache_dtype, device)
+        cache_dtype = torch.uint8 if nvfp4 else cache_dtype
+        caches = _cache(kv_heads, block_size, size // 2 if nvfp4 else size, cache_dtype, device)
         scales = (0.5, 0.004) if fp8 else (1.0, 1.0)  # the second one saturates
+        scales = (0.125, 0.0005) if nvfp4 else scales  # so it does here
         table = angles(64, rotary, device)
-        by_token = [torch.zeros(9, kv_heads, block_size, device=device) for _ in "kv" * int8]
-        return qkv, *weights, 1e-6, table, positions, *caches, slots, *scales, gates, *by_token
+        found = [torch.zeros(9, kv_heads, block_size, device=device) for _ in "kv" * int8]
+        if nvfp4:
+            found = list(_cache(kv_heads, block_size, size // 16, FP8, device))
+        return qkv, *weights, 1e-6, table, positions, *caches, slots, *scales, gates, *found
 
     name = f"{num_tokens}x{heads}x{kv_heads}x{size}-rot{rotary}"
-    name += "-norm" * norm + "-fp8" * fp8 + "-int8" * int8 + "-gates" * gates
-    mutated = (6, 7, 12, 13) if int8 else (6, 7)
-    return OpCase(rope_kv_write, name, make, mutated=mutated, quantizes_inside=int8)
+    name += "-norm" * norm + "-fp8" * fp8 + "-int8" * int8 + "-nvfp4" * nvfp4 + "-gates" * gates
+    mutated = (6, 7, 12, 13) if int8 or nvfp4 else (6, 7)
+    return OpCase(rope_kv_write, name, make, mutated=mutated, quantizes_inside=int8 or nvfp4)
 
 
 def mla_write_case(
@@ -958,6 +963,8 @@ OP_CASES = [
     rope_case(7, 8, 2, 64, 64, fp8=True),
     rope_case(7, 8, 2, 64, 64, int8=True),
     rope_case(5, 6, 3, 80, 40, norm=True, int8=True),
+    rope_case(7, 8, 2, 64, 64, nvfp4=True),
+    rope_case(5, 6, 3, 80, 40, norm=True, nvfp4=True),
     rope_case(3, 9, 2, 256, 64, norm=True, gates=True),
     rope_case(4, 3, 1, 32, 32, gates=True),
     rope_case(128, 2, 1, 64, 64, norm=True),
@@ -976,6 +983,7 @@ OP_CASES = [
     partial_decode_case(1, 17, 300),
     partial_decode_case(9, 40, num_heads=6, num_kv_heads=1, head_size=24, soft_cap=3.0),
     partial_decode_case(40, 7, int8=True),
+    partial_decode_case(40, 7, nvfp4=True),
     partial_decode_case(40, 7, fp8=True),
     mla_project_case(150, 2, 128, 160, sees=19, transposed=True),
     mla_project_case(150, 2, 72, 40, sees=100),
@@ -1195,6 +1203,7 @@ class AttentionCase:
     window: int | None = None
     fp8: bool = False  # the cache
     int8: bool = False  # the cache
+    nvfp4: bool = False  # the cache
     sinks: bool = False
     chunks: bool = False  # instead of the window
     soft_cap: float | None = None
@@ -1205,8 +1214,9 @@ class AttentionCase:
         lens = "_".join(f"{q}.{kv}" for q, kv in self.entries[:4])
         more = f"+{len(self.entries) - 4}" if len(self.entries) > 4 else ""
         heads = f"h{self.num_heads}k{self.num_kv_heads}d{self.head_size}s{self.block_size}"
-        rest = f"w{self.window}" + "-fp8" * self.fp8 + "-int8" * self.int8 + "-sinks" * self.sinks
-        rest += "-chunks" * self.chunks + (f"-cap{self.soft_cap:g}" if self.soft_cap else "")
+        rest = f"w{self.window}" + "-fp8" * self.fp8 + "-int8" * self.int8 + "-nvfp4" * self.nvfp4
+        rest += "-sinks" * self.sinks + "-chunks" * self.chunks
+        rest += f"-cap{self.soft_cap:g}" if self.soft_cap else ""
         rest += "-runs" + "_".join(map(str, self.runs)) if self.runs else ""
         return f"{kind}-{lens}{more}-{heads}-{rest}"
 
@@ -1272,6 +1282,15 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
         sinks = torch.linspace(-6.0, 9.0, case.num_heads, device=device)[
             torch.randperm(case.num_heads)
         ]
+    if case.nvfp4:
+        scale_1 = torch.full((1,), 0.25, device=device)
+        (k_cache, k_scales), (v_cache, v_scales) = (
+            (x.view(*pool[:3], -1) for x in quantize_nvfp4.reference(cache.flatten(0, 2), scale_1))
+            for cache in (k_cache, v_cache)
+        )
+        scales = CacheScales(k_scales, v_scales)
+        params = replace(params, scale=params.scale * 0.25, v_scale=0.25)
+        return AttentionArgs(q, k_cache, v_cache, batch, params, sinks, scales)
     if not case.int8:
         return AttentionArgs(q, k_cache, v_cache, batch, params, sinks)
     (k_cache, k_scales), (v_cache, v_scales) = (
@@ -1309,6 +1328,7 @@ def drafted_cases() -> Iterator[AttentionCase]:
     yield drafted((90, 4), (17, 3), soft_cap=1.5, sinks=True)
     yield drafted((170, 4), (20, 3), (1, 1), fp8=True, sinks=True)
     yield drafted((170, 4), (20, 3), (1, 1), int8=True)
+    yield drafted((170, 4), (20, 3), (1, 1), nvfp4=True)
     yield replace(
         drafted((170, 4), (20, 3), (1, 1)),
         entries=(*drafted((170, 4), (20, 3), (1, 1)).entries, (40, 90)),
@@ -1321,6 +1341,7 @@ def capped_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(((1, 90), (30, 70)), 1, soft_cap=1.0, window=20, head_size=80, sinks=True)
     yield AttentionCase(((1, 170), (40, 90)), 1, soft_cap=2.0, fp8=True)
     yield AttentionCase(((1, 170), (40, 90)), 1, soft_cap=2.0, int8=True)
+    yield AttentionCase(((1, 170), (40, 90)), 1, soft_cap=2.0, nvfp4=True)
 
 
 def chunked_cases() -> Iterator[AttentionCase]:
@@ -1356,10 +1377,15 @@ def small_attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(((1, 200), (64, 128)), 1, num_heads=4, num_kv_heads=1, window=33)
     yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, fp8=True)
     yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, int8=True)
+    yield AttentionCase(((1, 170), (1, 20), (40, 90)), 2, nvfp4=True)
+    yield AttentionCase(((1, 170), (9, 20), (40, 90)), 1, nvfp4=True, head_size=16, window=30)
     yield from drafted_cases()
     yield from capped_cases()
     yield from chunked_cases()
     yield AttentionCase(((1, 300), (40, 40), (7, 90)), 1, head_size=80, window=33, int8=True)
+    yield AttentionCase(
+        ((1, 300), (40, 40), (7, 90)), 1, head_size=80, window=33, nvfp4=True, sinks=True
+    )
     yield from sink_cases((1, 20, 64, 150, 300), ((40, 40), (1, 9), (30, 150)), 16)
 
 

@@ -23,7 +23,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 from penstock.errors import ConfigError
 from penstock.kernels.attention import triton_decode
 from penstock.kernels.attention.backend import get_backend
-from penstock.kernels.attention.reference import attend
+from penstock.kernels.attention.reference import attend, gather
 from penstock.kernels.quantize import quantize_fp8
 from penstock.kernels.tolerances import tolerance
 
@@ -33,7 +33,11 @@ CASES = list(small_attention_cases())
 HALF_CASES = [
     case
     for number, case in enumerate(CASES)
-    if number in (1, 2) or case.fp8 or case.int8 or 0 < case.num_decodes < len(case.entries)
+    if number in (1, 2)
+    or case.fp8
+    or case.int8
+    or case.nvfp4
+    or 0 < case.num_decodes < len(case.entries)
 ]
 
 
@@ -67,6 +71,47 @@ def test_backend_in_half_precision(
     if name == "triton" and dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers")
     _check(name, case, dtype, device)
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa", "triton"])
+def test_an_nvfp4_cache_is_as_near_as_4_bits_allow(name: str, device: torch.device) -> None:
+    """E2M1's widest gap is 2 of a group's scale, a sixth of its largest; E4M3 rounds that by a
+    sixteenth at most. What each key is off moves its weight, what each value is off the result."""
+    if name == "sdpa" and device.type != "cpu":
+        pytest.skip("sdpa is the CPU backend")
+    case = AttentionCase(((1, 170), (1, 20), (40, 90)), 2)
+    plain, packed = (
+        make_attention(c, torch.float32, device) for c in (case, replace(case, nvfp4=True))
+    )
+    for args in (plain, packed):
+        args.q_THD.mul_(0.02)  # else the bound says nothing
+    expected = get_backend("reference").attend(*plain.unpack())
+    found = get_backend(name).attend(*packed.unpack())
+    batch, group = plain.batch, case.num_heads // case.num_kv_heads
+    for entry, row in enumerate(batch.rows_N.tolist()):
+        here = slice(*batch.query_starts_N1[entry : entry + 2].tolist())
+        k_LHD, v_LHD = (
+            gather(cache, batch.block_table_RM[row], case.entries[entry][1]).repeat_interleave(
+                group, dim=1
+            )
+            for cache in (plain.k_cache_BKSD, plain.v_cache_BKSD)
+        )
+        moved_QHL = torch.einsum("qhd,lhd->qhl", plain.q_THD[here].abs(), _most_off(k_LHD))
+        moved_QH1 = moved_QHL.amax(-1, keepdim=True) * plain.params.scale
+        sizes_QHD, off_QHD = (
+            attend(plain.q_THD[here], k_LHD, x_LHD, plain.params.scale, None)
+            for x_LHD in (v_LHD.abs(), _most_off(v_LHD))
+        )
+        bound_QHD = torch.exp(2 * moved_QH1) * off_QHD + torch.expm1(2 * moved_QH1) * sizes_QHD
+        errors_QHD = (found[here] - expected[here]).abs()
+        assert (errors_QHD <= bound_QHD + 1e-5).all()
+        assert errors_QHD.mean() > 0.002  # it is rounded
+        assert bound_QHD.mean() < 0.6  # of values that are one in the mean
+
+
+def _most_off(x: torch.Tensor) -> torch.Tensor:
+    largest = x.unflatten(-1, (-1, 16)).abs().amax(-1)
+    return (largest / 6 * 17 / 16).repeat_interleave(16, dim=-1)
 
 
 @pytest.mark.parametrize("load", triton_decode.Load)

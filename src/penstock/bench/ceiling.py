@@ -36,7 +36,9 @@ def ceiling_of(
     """`config` is the model's config.json; all `num_running` requests are taken to run together."""
     try:
         roofline = roofline_of(
-            config.get("text_config", config), has_fp8_cache=has_fp8_cache, at=GPUS[gpu]
+            config.get("text_config", config),
+            cache="fp8" if has_fp8_cache else "auto",
+            at=GPUS[gpu],
         )
     except KeyError as error:
         raise ConfigError(f"the model's config.json has no {error}: no ceiling is known") from None

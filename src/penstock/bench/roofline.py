@@ -19,6 +19,8 @@ BITS = {  # of a weight, its share of the scales included
     "nvfp4": 4.5,
     "4 bits": 4.0 + 20 / 128,
 }
+# Of a cached number, by `kv_cache_config.dtype`; NVFP4 with its scale of 16 of them.
+CACHE_BYTES = {"auto": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of one field
 _STATE_BYTES = 4  # of a number that a recurrent layer remembers
 
@@ -219,13 +221,14 @@ class Roofline:
 def roofline_of(
     config: Mapping[str, Any],
     *,
-    has_fp8_cache: bool = False,
+    cache: str = "auto",
     max_running: int | None = None,
     activated: Mapping[int, float] | None = None,
     at: Ceilings = H200,
 ) -> Roofline:
-    """Of the content of a config.json. `max_running`: 2048-token sequences that the cache holds."""
-    hidden, cache_bytes = config["hidden_size"], 1 if has_fp8_cache else 2
+    """Of the content of a config.json. `cache`: one of `CACHE_BYTES`. `max_running`: 2048-token
+    sequences that the cache holds."""
+    hidden, cache_bytes = config["hidden_size"], CACHE_BYTES[cache]
     kinds = _kinds(config.get("quantization_config", {}))
     layers = tuple(
         _layer(config, index, kinds, cache_bytes) for index in range(config["num_hidden_layers"])
@@ -257,7 +260,7 @@ def _kinds(quantization: Mapping[str, Any]) -> _Kinds:
     return _Kinds("bf16" if has_plain else kind, kind, kind)
 
 
-def _layer(config: Mapping[str, Any], index: int, kinds: _Kinds, cache_bytes: int) -> Layer:
+def _layer(config: Mapping[str, Any], index: int, kinds: _Kinds, cache_bytes: float) -> Layer:
     if "kv_lora_rank" in config:
         mixing = _latent_attention(config, kinds.attention, cache_bytes)
     elif index % (every := config.get("full_attention_interval", 1)) != every - 1:
@@ -272,7 +275,7 @@ def _layer(config: Mapping[str, Any], index: int, kinds: _Kinds, cache_bytes: in
 
 
 def _attention(
-    config: Mapping[str, Any], kind: str, cache_bytes: int, window: int | None
+    config: Mapping[str, Any], kind: str, cache_bytes: float, window: int | None
 ) -> dict[str, Any]:
     hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
     head_size = config.get("head_dim", hidden // num_heads)
@@ -283,14 +286,14 @@ def _attention(
             Matrix("qkv", (1 + num_gates) * query + 2 * kv, hidden, kind),
             Matrix("o", hidden, query, kind),
         ),
-        "cached_bytes": 2 * kv * cache_bytes,
+        "cached_bytes": int(2 * kv * cache_bytes),
         "window": window,
         "query_key_flops": 4 * query,
         "prompt_query_key_flops": 4 * query,
     }
 
 
-def _latent_attention(config: Mapping[str, Any], kind: str, cache_bytes: int) -> dict[str, Any]:
+def _latent_attention(config: Mapping[str, Any], kind: str, cache_bytes: float) -> dict[str, Any]:
     hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -303,7 +306,7 @@ def _latent_attention(config: Mapping[str, Any], kind: str, cache_bytes: int) ->
             Matrix("values", num_heads * value, rank, kind),
             Matrix("o", hidden, num_heads * value, kind),
         ),
-        "cached_bytes": (rank + rope) * cache_bytes,
+        "cached_bytes": int((rank + rope) * cache_bytes),
         "query_key_flops": 2 * num_heads * (2 * rank + rope),
         "prompt_query_key_flops": 2 * num_heads * (nope + rope + value),
     }

@@ -121,15 +121,15 @@ def strategies(config: Mapping[str, Any], num_gpus: int) -> list[Strategy]:
 
 
 def outlook(
-    config: Mapping[str, Any], strategy: Strategy, gpu: Gpu, load: Load, *, has_fp8_cache: bool
+    config: Mapping[str, Any], strategy: Strategy, gpu: Gpu, load: Load, *, cache: str = "auto"
 ) -> Outlook:
-    whole = roofline_of(config, has_fp8_cache=has_fp8_cache, at=gpu.ceilings)
+    whole = roofline_of(config, cache=cache, at=gpu.ceilings)
     rank = _shard(whole, strategy, config)
     embedding = _ACTIVATION_BYTES * config["vocab_size"] * config["hidden_size"]
     weights = rank.weight_bytes + embedding / strategy.tp_size
-    cache = max(0.0, (gpu.memory_bytes - weights - _ACTIVATIONS_AND_GRAPHS) * _CACHE_SHARE)
+    cache_bytes = max(0.0, (gpu.memory_bytes - weights - _ACTIVATIONS_AND_GRAPHS) * _CACHE_SHARE)
     length = load.input_len + load.output_len
-    held = int(cache // _sequence_bytes(rank, length))
+    held = int(cache_bytes // _sequence_bytes(rank, length))
     running = max(1, min(held, -(-load.concurrency // strategy.replicas)))
     context = load.input_len + load.output_len / 2
 
@@ -145,7 +145,7 @@ def outlook(
     return Outlook(
         strategy=strategy,
         weight_bytes=weights,
-        cache_bytes=cache,
+        cache_bytes=cache_bytes,
         max_running=held * strategy.replicas,
         ttft_s=rank.prompt_s(load.input_len) / _PROMPT_REACHED
         + len(rank.layers) * _LAYER_S

@@ -164,7 +164,10 @@ def _add_plan(commands: "argparse._SubParsersAction[Parser]") -> None:
     command.add_argument("--input_len", type=int, default=1024, help="tokens of a prompt")
     command.add_argument("--output_len", type=int, default=1024, help="tokens of an output")
     command.add_argument(
-        "--kv_cache_dtype", choices=("auto", "fp8"), default="auto", help="auto: the model's"
+        "--kv_cache_dtype",
+        choices=("auto", "fp8", "nvfp4"),
+        default="auto",
+        help="auto: the model's",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(module="penstock.cli.plan", parser=command)

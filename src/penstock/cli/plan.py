@@ -23,9 +23,13 @@ def run(args: argparse.Namespace) -> int:
     load = Load(args.concurrency, args.input_len, args.output_len)
     if min(args.gpus, *(load.concurrency, load.input_len, load.output_len)) < 1:
         raise ConfigError("--gpus, --concurrency, --input_len and --output_len are at least 1")
+    if args.kv_cache_dtype == "nvfp4" and "kv_lora_rank" in config:
+        raise ConfigError(
+            "--kv_cache_dtype is nvfp4, which the latents of this model cannot have; use fp8"
+        )
     gpu = GPUS[args.gpu]
     outlooks = [
-        outlook(config, one, gpu, load, has_fp8_cache=args.kv_cache_dtype == "fp8")
+        outlook(config, one, gpu, load, cache=args.kv_cache_dtype)
         for one in strategies(config, args.gpus)
     ]
     chosen = best(outlooks, args.goal)

@@ -42,12 +42,13 @@ class KvCacheConfig(StrictModel):
         ge=8,
         le=256,
     )
-    dtype: Literal["auto", "fp8", "int8", "bfloat16", "float16", "float32"] = setting(
+    dtype: Literal["auto", "fp8", "nvfp4", "int8", "bfloat16", "float16", "float32"] = setting(
         "auto",
         "Number format of the cache. fp8: half the memory, with the scales of the checkpoint or 1. "
-        "int8: a little more than half, with scales of each token and head; not for latents. "
-        "auto: fp8 where the checkpoint is made for it, else the one the model computes in. "
-        "Any other must be that one.",
+        "nvfp4: a little more than a quarter, 4-bit floats with a scale per 16 channels; not for "
+        "latents. int8: a little more than half, with scales of each token and head; not for "
+        "latents. auto: fp8, nvfp4 or int8 where the checkpoint is made for it, else the one the "
+        "model computes in. Any other must be that one.",
     )
 
     mamba_state_cache_interval: int = setting(

@@ -6,6 +6,7 @@ Reads no file, no environment and no device; but for the seed, equal inputs give
 """
 
 import secrets
+from collections.abc import Sequence
 from typing import TypeVar
 
 from penstock.config.graphs import MIXED_TOKENS, Mix
@@ -36,7 +37,14 @@ from penstock.config.run import (
 from penstock.config.schema import EngineConfig
 from penstock.config.speculative import DRAFT_LENS, FINAL_STATE, SpeculativeConfig
 from penstock.errors import ConfigError
-from penstock.types.cache_spec import RESERVED_BLOCKS, FullKV, LatentKV, block_bytes
+from penstock.types.cache_spec import (
+    NVFP4,
+    NVFP4_GROUP,
+    RESERVED_BLOCKS,
+    FullKV,
+    LatentKV,
+    block_bytes,
+)
 from penstock.types.device import DeviceInfo
 from penstock.types.model_spec import (
     ActivationFormat,
@@ -126,7 +134,7 @@ def resolve(
         _graph_sizes(config, kind, backend, max_batch_size, max_num_tokens, drafting),
     )
     at_start, when_idle = _mixes(config, graph_batch_sizes, max_batch_size, max_num_tokens)
-    kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype))
+    kv_dtype = choices.add("kv_dtype", _kv_dtype(config, spec, device, kind, dtype, draft))
     token_bytes = _cache_bytes_per_token(cached_spec, kv_dtype, mesh.tp)
     if draft is not None:
         token_bytes += _cache_bytes_per_token(draft.spec, kv_dtype, mesh.tp)
@@ -292,7 +300,12 @@ def _check_numbers(asked: str | None, found: QuantSpec | None, device: DeviceInf
 
 
 def _kv_dtype(
-    config: EngineConfig, spec: ModelSpec, device: DeviceInfo, kind: str, dtype: str
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: DeviceInfo,
+    kind: str,
+    dtype: str,
+    draft: DraftModel | None,
 ) -> Reasoned[str]:
     asked = config.kv_cache_config.dtype
     made_for = spec.quantization.cache_dtype if spec.quantization is not None else None
@@ -311,25 +324,49 @@ def _kv_dtype(
                 "have; use fp8 or auto"
             )
         return "int8", "set by kv_cache_config.dtype"
+    cached = (spec,) if draft is None else (spec, draft.spec)
+    if asked == "nvfp4":
+        _check_nvfp4_cache(f"kv_cache_config.dtype is {asked}", cached, dtype)
+        return NVFP4, "set by kv_cache_config.dtype"
     if asked != "auto":
         if asked != dtype:
             raise ConfigError(
                 f"kv_cache_config.dtype is {asked}, but the model computes in {dtype}; use that, "
-                "fp8, int8 or auto"
+                "fp8, nvfp4, int8 or auto"
             )
         return dtype, "set by kv_cache_config.dtype"
     if made_for is None:
         return dtype, "the number format the model computes in"
     if made_for == "INT8" and spec.latent is None:
         return "int8", "the checkpoint is made for it; scales are found by token and head"
+    if made_for == NVFP4:
+        _check_nvfp4_cache("the checkpoint is made for a KV cache in NVFP4", cached, dtype)
+        return NVFP4, "the checkpoint is made for it"
     if made_for != _FP8:
         raise ConfigError(
             f"the checkpoint is made for a KV cache in {made_for}, which is not supported; set "
-            f"kv_cache_config.dtype (--kv_cache_dtype) to fp8, int8 or {dtype}"
+            f"kv_cache_config.dtype (--kv_cache_dtype) to fp8, nvfp4, int8 or {dtype}"
         )
     if not has_fp8:
         return dtype, f"sm_{device.arch} has no FP8, which the checkpoint is made for"
     return made_for, "the checkpoint is made for it"
+
+
+def _check_nvfp4_cache(what: str, cached: Sequence[ModelSpec], dtype: str) -> None:
+    for spec in cached:
+        reason = ""
+        if spec.latent is not None:
+            reason = f"the latents of {spec.architecture} cannot have"
+        elif spec.head_size % NVFP4_GROUP:
+            reason = (
+                f"scales groups of {NVFP4_GROUP} channels; the heads of {spec.architecture} have "
+                f"{spec.head_size}"
+            )
+        if reason:
+            raise ConfigError(
+                f"{what}, which {reason}; set kv_cache_config.dtype (--kv_cache_dtype) to fp8 or "
+                f"{dtype}"
+            )
 
 
 def _attention(config: EngineConfig, device: DeviceInfo, kind: str) -> Reasoned[str]:

@@ -288,9 +288,7 @@ _CACHE = {
                 "limit the cache by kv_cache_config.max_tokens or free_gpu_memory_fraction", 0
             ),
             "iteration_stats_interval": ignored("every step is counted", 1),
-            "dtype": Ruling(
-                Verdict.SUPPORTED, dropped={"nvfp4": "the cache can be fp8, not nvfp4"}
-            ),
+            "dtype": SUPPORTED,
             "mamba_ssm_cache_dtype": ignored(_FP32_STATE, "auto", "float32"),
             "mamba_ssm_stochastic_rounding": ignored(_FP32_STATE, False),
             "mamba_ssm_philox_rounds": ignored(_FP32_STATE, 10),

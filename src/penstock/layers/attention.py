@@ -23,8 +23,16 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.rope import Rope
 from penstock.parallel.parameter import new_parameter
 from penstock.parallel.shard import Piece, Shard, Span, split_heads
-from penstock.types.cache_spec import FullKV
+from penstock.types.cache_spec import NVFP4, FullKV
 from penstock.types.model_spec import QueryGrowth
+
+# Of a cache: the scales of keys and of values where the checkpoint has none. NVFP4 has a second
+# scale per 16 channels, E4M3, which is precise from 2^-6 on: these are for keys up to 84 and
+# values up to 21.
+_USUAL_SCALES = {"float8_e4m3fn": (1.0, 1.0), NVFP4: (1 / 32, 1 / 128)}
+# That many times what the scales are for is still held. A power of two moves the exponents of the
+# second scales and changes no number but those of groups that are 1 / 3584 of the largest or less.
+_HEADROOM = 8.0
 
 
 class Attention(CachedLayer):
@@ -76,10 +84,10 @@ class Attention(CachedLayer):
         self.backend = build.attention
         self.cache_dtype = str(build.cache_dtype).removeprefix("torch.")
         self.cache_scales = (1.0, 1.0)  # a stored key times the first is the key; the second: value
-        self.has_scales = build.cache_dtype == torch.float8_e4m3fn
-        if self.has_scales:
-            self.k_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
-            self.v_scale = new_parameter((1,), torch.float32, build.device, default=1.0)
+        if (usual := _USUAL_SCALES.get(self.cache_dtype)) is not None:
+            self.k_scale, self.v_scale = (
+                new_parameter((1,), torch.float32, build.device, default=scale) for scale in usual
+            )
         self.gated = gated
         self.qkv_proj = QKVLinear(
             in_size or hidden_size,
@@ -119,12 +127,14 @@ class Attention(CachedLayer):
         self.partial_op = (
             partial_decode.reference if build.attention.name == "reference" else partial_decode
         )
-        self.planes: Tensors = ()  # of keys and values; of an int8 cache also their scales
+        self.planes: Tensors = ()  # of keys and values; of int8 and NVFP4 also their scales
 
     def finish(self) -> None:
         """After loading: scales become numbers, that of keys a factor of the scores' scale."""
-        if self.has_scales:
-            k_scale, v_scale = self.cache_scales = float(self.k_scale), float(self.v_scale)
+        if self.cache_dtype in _USUAL_SCALES:
+            headroom = _HEADROOM if self.cache_dtype == NVFP4 else 1.0
+            k_scale, v_scale = float(self.k_scale) * headroom, float(self.v_scale) * headroom
+            self.cache_scales = k_scale, v_scale
             self.params = replace(self.params, scale=self.params.scale * k_scale, v_scale=v_scale)
 
     def cache_spec(self) -> FullKV:

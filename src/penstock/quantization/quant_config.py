@@ -14,9 +14,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
+from penstock.types.cache_spec import NVFP4
 from penstock.types.model_spec import QuantPart, QuantSpec, W8A8Spec, WeightOnlySpec
 
 FP8_CACHE = "float8_e4m3fn"
+_CACHES = {"FP8": FP8_CACHE, "NVFP4": NVFP4}  # of ModelOpt
 _BLOCK = [128, 128]
 _NVFP4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16)
 _W4A4_NVFP4 = replace(_NVFP4, inputs="nvfp4")
@@ -106,9 +108,9 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], tuple[re.Patt
 def _modelopt(raw: Mapping[str, Any]) -> QuantSpec:
     algorithm = raw.get("quant_algo")
     cache_algorithm = raw.get("kv_cache_quant_algo")
-    cache_dtype = FP8_CACHE if cache_algorithm == "FP8" else _cache_dtype(raw)
-    if cache_algorithm not in (None, "FP8", "NO_QUANT"):
-        cache_dtype = str(cache_algorithm)  # what becomes of it is up to kv_cache_config.dtype
+    cache_dtype = _cache_dtype(raw)
+    if cache_algorithm not in (None, "NO_QUANT"):  # what becomes of it is up to the setting
+        cache_dtype = _CACHES.get(str(cache_algorithm), str(cache_algorithm))
     excluded = _patterns(raw, "exclude_modules", "ignore")
     found = _mixed(raw) if algorithm == "MIXED_PRECISION" else _modelopt_format(algorithm, raw)
     return replace(found, excluded=excluded, cache_dtype=cache_dtype)

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 RESERVED_BLOCKS = 1  # block 0 belongs to nobody: padded device rows write there
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+DTYPE_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1,
+}  # fmt: skip
+NVFP4 = "float4_e2m1fn_x2"  # torch's name of two E2M1 codes in a byte
+NVFP4_GROUP = 16  # channels that share a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +31,24 @@ class FullKV:
     """Keys and values of every token, or of the last `window` ones.
 
     Integers (int8) have scales beside them: of each token and head, one of the key and one of
-    the value.
+    the value. So have 4-bit floats (NVFP4), but of every 16 channels of a head.
     """
 
     num_kv_heads: int  # on this rank
     head_size: int
-    dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn", "int8"
+    dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn", "int8", `NVFP4`
     window: int | None = None
     num_parts: int = 1  # ranks that share the tokens of a block
 
     def planes(self, block_size: int) -> tuple[Plane, ...]:
-        """Keys, values; of integers also the scales of both."""
-        block_size //= self.num_parts
-        numbers = Plane((self.num_kv_heads, block_size, self.head_size), self.dtype)
-        scales = Plane((self.num_kv_heads, block_size), "float32")
+        """Keys, values; of integers and NVFP4 also the scales of both."""
+        places, size = (self.num_kv_heads, block_size // self.num_parts), self.head_size
+        if self.dtype == NVFP4:
+            codes = Plane((*places, size // 2), "uint8")
+            scales = Plane((*places, size // NVFP4_GROUP), "float8_e4m3fn")
+            return (codes, codes, scales, scales)
+        numbers = Plane((*places, size), self.dtype)
+        scales = Plane(places, "float32")
         return (numbers, numbers, scales, scales) if self.dtype == "int8" else (numbers, numbers)
 
     def bytes_per_token(self) -> int:

@@ -19,7 +19,6 @@ from penstock.parallel.mesh import RankMesh
 from penstock.parallel.parameter import PlacedParameter, UnreadParameter
 from penstock.parallel.shard import Piece
 from penstock.parallel.stages import is_elsewhere
-from penstock.quantization.quant_config import FP8_CACHE
 from penstock.types.model_spec import ModelSpec
 from penstock.weights.mapping import Rules, Target
 from penstock.weights.quantized import gathered
@@ -60,8 +59,7 @@ def load_weights(
         for part in range(len(_pieces(parameter)))
     }
     unexpected: dict[str, None] = {}  # in the order of the files, each once
-    # Scales of a KV cache of another format than FP8 would be wrong.
-    not_ours = set() if _has_fp8_cache(spec) else set(filter(rules.is_spare, parameters))
+    not_ours = _scales_of_other_caches(model, spec)
     num_left = 0
     files = weight_files(folder)
     tensors = _watched(stream(files), files, progress and mesh.rank == 0)
@@ -92,7 +90,7 @@ def load_weights(
     if num_left and mesh.rank == 0:
         _log.warning(
             "%d scales of the KV cache are not used: the checkpoint does not say that they are "
-            "those of an FP8 cache; this run's have a scale of 1",
+            "those of a cache like this run's, which has the usual ones",
             num_left,
         )
     if missing or unexpected:
@@ -129,9 +127,15 @@ def dummy_weights(model: LoadableModel, seed: int) -> None:
         _fill(parameter, mean, spread, generators[device])
 
 
-def _has_fp8_cache(spec: ModelSpec) -> bool:
-    """Whether the checkpoint is made for a KV cache in FP8."""
-    return spec.quantization is not None and spec.quantization.cache_dtype == FP8_CACHE
+def _scales_of_other_caches(model: LoadableModel, spec: ModelSpec) -> set[str]:
+    """Parameters for scales of a KV cache in a format that the checkpoint is not made for."""
+    made_for = spec.quantization.cache_dtype if spec.quantization is not None else None
+    return {
+        f"{place}.{name}"
+        for place, layer in model.named_modules()
+        for name, _ in layer.named_parameters(recurse=False)
+        if model.weight_rules.is_spare(f"{place}.{name}") and layer.cache_dtype != made_for
+    }
 
 
 def _typical(parameter: nn.Parameter) -> tuple[float, float] | None:

@@ -24,7 +24,7 @@ LOAD = Load(256, 1024, 1024)
 
 
 def plan(config, strategy, gpu="h200", load=LOAD):
-    return outlook(config, strategy, GPUS[gpu], load, has_fp8_cache=False)
+    return outlook(config, strategy, GPUS[gpu], load)
 
 
 @pytest.mark.parametrize("config", [LLAMA_8B, QWEN_30B])
@@ -113,6 +113,18 @@ def test_a_quantized_folder_is_read_with_its_quantization(tmp_path, capsys):
     (row,) = json.loads(capsys.readouterr().out)
     plain = roofline_of(LLAMA_8B).weight_bytes
     assert row["weight_bytes_per_gpu"] < 0.65 * plain
+
+
+def test_a_4_bit_cache_holds_as_many_more_sequences_as_it_is_smaller():
+    (one,) = strategies(LLAMA_8B, 1)
+    load = Load(256, 1024, 1024)
+    plain, half, quarter = (
+        outlook(LLAMA_8B, one, GPUS["h200"], load, cache=cache)
+        for cache in ("auto", "fp8", "nvfp4")
+    )
+    assert half.max_running == pytest.approx(2 * plain.max_running, abs=2)
+    assert quarter.max_running == pytest.approx(plain.max_running * 16 / 4.5, abs=4)
+    assert quarter.loaded_tpot_s < half.loaded_tpot_s < plain.loaded_tpot_s
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from made_up import CPU, DELTA, EXPERTS, GIB, GPU, make_device, make_spec, reaso
 from penstock.config.resolve import resolve
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
+from penstock.types.cache_spec import NVFP4
 from penstock.types.model_spec import (
     DeltaSpec,
     LatentSpec,
@@ -242,6 +243,10 @@ def test_scheduling_settings_are_passed_on():
 
 MADE_FOR_FP8 = make_spec(quantization=QuantSpec(format=None, cache_dtype="float8_e4m3fn"))
 MADE_FOR_INT8 = make_spec(quantization=QuantSpec(format=None, cache_dtype="INT8"))
+MADE_FOR_NVFP4 = make_spec(quantization=QuantSpec(format=None, cache_dtype=NVFP4))
+LATENT = LatentSpec(
+    kv_rank=512, q_rank=1536, nope_size=128, rope_size=64, value_size=128, is_interleaved=True
+)
 ADA, AMPERE = make_device(arch=89), make_device(arch=80)
 
 
@@ -256,6 +261,9 @@ ADA, AMPERE = make_device(arch=89), make_device(arch=80)
         (ADA, make_spec(), "fp8", "float8_e4m3fn", "set by kv_cache_config.dtype"),
         (AMPERE, MADE_FOR_FP8, "int8", "int8", "set by kv_cache_config.dtype"),
         (GPU, MADE_FOR_FP8, "bfloat16", "bfloat16", "set by kv_cache_config.dtype"),
+        (AMPERE, make_spec(), "nvfp4", NVFP4, "set by kv_cache_config.dtype"),
+        (AMPERE, MADE_FOR_NVFP4, "auto", NVFP4, "the checkpoint is made for it"),
+        (CPU, MADE_FOR_NVFP4, "fp8", "float8_e4m3fn", "set by kv_cache_config.dtype"),
     ],
 )
 def test_the_cache_has_the_format_asked_for_or_that_of_the_checkpoint(
@@ -267,11 +275,27 @@ def test_the_cache_has_the_format_asked_for_or_that_of_the_checkpoint(
 
 
 def test_a_checkpoint_made_for_a_cache_format_we_do_not_have_wants_another_named():
-    spec = make_spec(quantization=QuantSpec(format=None, cache_dtype="NVFP4"))
-    with pytest.raises(ConfigError, match=r"cache in NVFP4.*--kv_cache_dtype\) to fp8, int8 or bf"):
+    spec = make_spec(quantization=QuantSpec(format=None, cache_dtype="FP4 by tensor_group"))
+    with pytest.raises(ConfigError, match=r"FP4 by tens.*_dtype\) to fp8, nvfp4, int8 or bf"):
         run(GPU, spec)
     assert run(GPU, spec, kv_cache_config={"dtype": "fp8"}).kv_dtype == "float8_e4m3fn"
     assert run(GPU, spec, kv_cache_config={"dtype": "bfloat16"}).kv_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(latent=LATENT), "the latents of"),
+        (dict(head_size=72), r"scales groups of 16 channels; the heads of \w+ have 72"),
+    ],
+)
+def test_an_nvfp4_cache_that_cannot_be_is_refused_with_the_way_out(change, why):
+    made_for_it = replace(MADE_FOR_NVFP4, **change)
+    with pytest.raises(ConfigError, match=f"made for a KV cache in NVFP4.*{why}.*to fp8 or bfl"):
+        run(GPU, made_for_it)
+    assert run(GPU, made_for_it, kv_cache_config={"dtype": "fp8"}).kv_dtype == "float8_e4m3fn"
+    with pytest.raises(ConfigError, match=f"kv_cache_config.dtype is nvfp4.*{why}.*to fp8 or bfl"):
+        run(GPU, make_spec(**change), kv_cache_config={"dtype": "nvfp4"})
 
 
 W4A4 = WeightOnlySpec(layout="nvfp4", bits=4, group=16, inputs="nvfp4")
@@ -332,11 +356,8 @@ def test_a_cache_format_that_cannot_be_is_refused():
         run(AMPERE, kv_cache_config={"dtype": "fp8"})
     with pytest.raises(ConfigError, match=r"is float16, but the model computes in bfloat16"):
         run(kv_cache_config={"dtype": "float16"})
-    latent = LatentSpec(
-        kv_rank=512, q_rank=1536, nope_size=128, rope_size=64, value_size=128, is_interleaved=True
-    )
     with pytest.raises(ConfigError, match=r"int8, which the latents of \w+ cannot have"):
-        run(spec=make_spec(latent=latent), kv_cache_config={"dtype": "int8"})
+        run(spec=make_spec(latent=LATENT), kv_cache_config={"dtype": "int8"})
 
 
 FP8_WEIGHTS = QuantSpec(format=W8A8Spec(weights="channel", inputs="row"))

@@ -270,13 +270,12 @@ def test_ignored_fields_warn_once_each_and_only_when_they_ask_for_something(capl
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING):
         config = EngineConfig(
-            kv_cache_config={"dtype": "nvfp4", "event_buffer_max_size": 10},
+            kv_cache_config={"event_buffer_max_size": 10},
             trust_remote_code=True,
             use_cute_dsl_blockscaling_mm=True,
         )
     starts = [line.partition(" is ignored: ")[0] for line in caplog.messages]
     assert starts == [
-        "kv_cache_config.dtype: nvfp4",
         "kv_cache_config.event_buffer_max_size",
         "trust_remote_code",
         "use_cute_dsl_blockscaling_mm",

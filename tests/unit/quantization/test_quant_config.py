@@ -64,7 +64,7 @@ UNDERSTOOD = {
     ),
     "modelopt, cache in another format": (
         {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
-        QuantSpec(format=PER_TENSOR, cache_dtype="NVFP4"),
+        QuantSpec(format=PER_TENSOR, cache_dtype="float4_e2m1fn_x2"),
     ),
     "modelopt, cache in integers": (
         {"quant_algo": "FP8", "kv_cache_quant_algo": "INT8"},

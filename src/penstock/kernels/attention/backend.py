@@ -1,17 +1,21 @@
 """`AttentionBackend`: what a model's attention layers call. Backends are found by name.
 
-Legend: T tokens in the step, H query heads, K kv heads, D head size, B blocks, S tokens per block.
+Legend: T tokens in the step, H query heads, K kv heads, D head size (of an NVFP4 cache half of it:
+a byte has two codes), B blocks, S tokens per block.
 """
 
 import importlib
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.kernels.forward_batch import ForwardBatch
 from penstock.kernels.quantize import quantize_fp8
+from penstock.kernels.quantize.block_scaled import e2m1_values
+from penstock.kernels.quantized_weight import FP4_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +35,24 @@ class AttentionParams:
 
 
 class CacheScales(NamedTuple):
-    """Of an INT8 cache: a stored key times its scale is the key."""
+    """Of a cache of INT8 in float32, [B, K, S]; of NVFP4 in E4M3, [B, K, S, groups of a head]. A
+    stored key times its scale is the key, but for the layer's own scale (`AttentionParams`)."""
 
-    keys_BKS: Tensor  # float32
-    values_BKS: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def are_nvfp4(self) -> bool:
+        return self.keys.dtype is torch.float8_e4m3fn
+
+
+def cached_values(numbers: Tensor, scales: Tensor | None) -> Tensor:
+    """What is stored in a cache, or some of it, stands for, in fp32: [..., D]."""
+    if scales is None:
+        return numbers.float()
+    if scales.dtype is torch.float8_e4m3fn:
+        return e2m1_values(numbers) * scales.float().repeat_interleave(FP4_GROUP, dim=-1)
+    return numbers.float() * scales.unsqueeze(-1)
 
 
 class AttentionBackend(Protocol):

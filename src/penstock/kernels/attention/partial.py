@@ -7,7 +7,7 @@ tokens per block, L keys, P parts.
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backend import AttentionParams
+from penstock.kernels.attention.backend import AttentionParams, cached_values
 from penstock.kernels.op import op
 
 
@@ -21,24 +21,26 @@ def partial_decode(
     block_table_RM: Tensor,
     params: AttentionParams,
     max_kv_len: int,
-    k_scales_BKS: Tensor | None = None,
-    v_scales_BKS: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Of query n over the kv_lens[n] > 0 cached tokens of row rows[n]: the attention out_NHD, and
-    the logarithm of the sum of exponentials of its scores, lse_NH (fp32)."""
+    the logarithm of the sum of exponentials of its scores, lse_NH (fp32).
+
+    The scales are those of `CacheScales`.
+    """
     num_kv_heads, block_size = k_cache_BKSD.shape[1:3]
     num_blocks = min(-(-max_kv_len // block_size), block_table_RM.shape[1])
     blocks_NM = block_table_RM[rows_N.long(), :num_blocks].long()
     seen_NL = torch.arange(num_blocks * block_size, device=q_NHD.device) < kv_lens_N[:, None]
 
-    def gathered(cache_BKSD: Tensor, scales_BKS: Tensor | None) -> Tensor:
-        kv_NMKSD = cache_BKSD[blocks_NM].float()
-        if scales_BKS is not None:
-            kv_NMKSD = kv_NMKSD * scales_BKS[blocks_NM].unsqueeze(-1)
+    def gathered(cache_BKSD: Tensor, scales: Tensor | None) -> Tensor:
+        found = None if scales is None else scales[blocks_NM]
+        kv_NMKSD = cached_values(cache_BKSD[blocks_NM], found)
         kv_NKLD = kv_NMKSD.transpose(1, 2).flatten(2, 3)
         return kv_NKLD.masked_fill(~seen_NL[:, None, :, None], 0.0)
 
-    k_NKLD, v_NKLD = gathered(k_cache_BKSD, k_scales_BKS), gathered(v_cache_BKSD, v_scales_BKS)
+    k_NKLD, v_NKLD = gathered(k_cache_BKSD, k_scales), gathered(v_cache_BKSD, v_scales)
     q_NKGD = q_NHD.float().unflatten(1, (num_kv_heads, -1))
     scores_NKGL = q_NKGD @ k_NKLD.transpose(2, 3) * params.scale
     if params.soft_cap is not None:

@@ -7,7 +7,12 @@ per block, N entries, Q queries and L keys of one entry.
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.backend import AttentionParams, CacheScales, quantized_output
+from penstock.kernels.attention.backend import (
+    AttentionParams,
+    CacheScales,
+    cached_values,
+    quantized_output,
+)
 from penstock.kernels.forward_batch import ForwardBatch
 
 
@@ -49,10 +54,10 @@ def attend(
     return out_QKGD.reshape(num_queries, num_heads, head_size).to(q_QHD.dtype)
 
 
-def gather(cache_BKSD: Tensor, blocks_M: Tensor, kv_len: int) -> Tensor:
-    """The first `kv_len` keys (or values) of a sequence, in order: [L, K, D]."""
-    num_blocks = -(-kv_len // cache_BKSD.shape[2])
-    return cache_BKSD[blocks_M[:num_blocks].long()].transpose(1, 2).flatten(0, 1)[:kv_len]
+def gather(plane: Tensor, blocks_M: Tensor, kv_len: int) -> Tensor:
+    """The first `kv_len` keys (or values, or scales) of a sequence, in order: [L, K, ...]."""
+    num_blocks = -(-kv_len // plane.shape[2])
+    return plane[blocks_M[:num_blocks].long()].transpose(1, 2).flatten(0, 1)[:kv_len]
 
 
 class ReferenceAttention:
@@ -77,17 +82,19 @@ class ReferenceAttention:
         for entry, row in enumerate(batch.rows_N.tolist()):
             start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]
             blocks_M = batch.block_table_RM[row]
-            k_LKD = gather(k_cache_BKSD, blocks_M, kv_len)
-            v_LKD = gather(v_cache_BKSD, blocks_M, kv_len).float() * params.v_scale
-            if scales is not None:
-                k_scales_LK1, v_scales_LK1 = (
-                    gather(scales_BKS.unsqueeze(-1), blocks_M, kv_len) for scales_BKS in scales
+            k_LKD, v_LKD = (
+                cached_values(
+                    gather(cache, blocks_M, kv_len),
+                    None if found is None else gather(found, blocks_M, kv_len),
                 )
-                k_LKD, v_LKD = k_LKD.float() * k_scales_LK1, v_LKD * v_scales_LK1
+                for cache, found in zip(
+                    (k_cache_BKSD, v_cache_BKSD), scales or (None, None), strict=True
+                )
+            )
             out_THD[start:end] = attend(
                 q_THD[start:end],
                 k_LKD,
-                v_LKD,
+                v_LKD * params.v_scale,
                 params.scale,
                 params.window,
                 sinks_H,

@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.attention import native
-from penstock.kernels.attention.backend import AttentionParams, CacheScales, quantized_output
+from penstock.kernels.attention.backend import (
+    AttentionParams,
+    CacheScales,
+    cached_values,
+    quantized_output,
+)
 from penstock.kernels.forward_batch import ForwardBatch
 
 Int64s = NDArray[np.int64]
@@ -84,7 +89,7 @@ class SdpaAttention:
         scales: CacheScales | None,
     ) -> Tensor:
         _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
-        k_scales_BKS, v_scales_BKS = scales or (None, None)
+        k_scales, v_scales = scales or (None, None)
         num_grouped = batch.num_decodes
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         if native.can_attend(q_THD, k_cache_BKSD):
@@ -107,8 +112,8 @@ class SdpaAttention:
             here = slice(entry.start, entry.end)
             out_1HQD = _attention(
                 q_THD[here].transpose(0, 1).unsqueeze(0),
-                _gather(k_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, k_scales_BKS),
-                _gather(v_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, v_scales_BKS),
+                _gather(k_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, k_scales),
+                _gather(v_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, v_scales),
                 entry.mask_QL,
                 entry.mask_QL is None,
                 params,
@@ -204,13 +209,13 @@ def _decode(
 ) -> Tensor:
     """Attention of one query per sequence. The G heads of a kv head stand in as its G queries."""
     num_kv_heads, head_size = k_cache_BKSD.shape[1], q_NHD.shape[-1]
-    k_scales_BKS, v_scales_BKS = scales or (None, None)
+    k_scales, v_scales = scales or (None, None)
     lines, size, num_keys, dtype = group.lines, group.size, group.num_keys, q_NHD.dtype
     q_NKGD = q_NHD.reshape(group.size, num_kv_heads, -1, head_size)
     out_NKGD = _attention(
         q_NKGD,
-        _gather(k_cache_BKSD, lines, size, num_keys, dtype, k_scales_BKS),
-        _gather(v_cache_BKSD, lines, size, num_keys, dtype, v_scales_BKS),
+        _gather(k_cache_BKSD, lines, size, num_keys, dtype, k_scales),
+        _gather(v_cache_BKSD, lines, size, num_keys, dtype, v_scales),
         None if group.mask_N11L is None else group.mask_N11L.to(dtype),
         False,
         params,
@@ -225,17 +230,19 @@ def _gather(
     size: int,
     num_keys: int,
     dtype: torch.dtype,
-    scales_BKS: Tensor | None,
+    scales: Tensor | None,
 ) -> Tensor:
     """Keys (or values) of `size` sequences, [N, K, L, D] cut to the first `num_keys`: one copy."""
-    num_blocks, num_kv_heads, block_size, head_size = cache_BKSD.shape
-    by_line = cache_BKSD.view(num_blocks * num_kv_heads, block_size * head_size)
-    kv_NKLD = by_line.index_select(0, lines).view(size, num_kv_heads, -1, head_size)
-    if scales_BKS is not None:
-        scales = scales_BKS.view(num_blocks * num_kv_heads, block_size).index_select(0, lines)
-        kv_NKLD = kv_NKLD * scales.view(size, num_kv_heads, -1, 1)
-    kv_NKLD = kv_NKLD.to(dtype)
-    return kv_NKLD[:, :, :num_keys]
+
+    def gathered(plane: Tensor) -> Tensor:
+        """[N, K, L, ...] of a plane [B, K, S, ...]."""
+        chosen = plane.flatten(0, 1).index_select(0, lines)
+        return chosen.view(size, plane.shape[1], -1, *plane.shape[3:])
+
+    kv_NKLD = gathered(cache_BKSD)
+    if scales is not None:
+        kv_NKLD = cached_values(kv_NKLD, gathered(scales))
+    return kv_NKLD.to(dtype)[:, :, :num_keys]
 
 
 def _make_plan(

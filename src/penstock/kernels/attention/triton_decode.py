@@ -17,10 +17,11 @@ the last split has those behind it, too.
 An FP8 or INT8 cache is read as pairs of channels: tensor cores take 16-bit elements from shared
 memory in any direction, 8-bit ones only in one. Even and odd channels are then multiplied
 separately: FP8 as fp16, which holds it exactly, INT8 in q's dtype, as either of the two does. The
-scale of a key multiplies its scores, that of a value their weights.
+scale of a key multiplies its scores, that of a value their weights. NVFP4 is unpacked to fp16,
+which holds it exactly, times the scales of 16 channels.
 
-Legend: N entries, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens in one,
-W warps, Q entries of a tile.
+Legend: N entries, H query heads, K kv heads, G = H / K, D head size (of an NVFP4 cache a D has half
+of the channels), B blocks, S tokens in one, W warps, Q entries of a tile.
 """
 
 import enum
@@ -43,7 +44,7 @@ from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.sizes import cdiv, next_power_of_2
 from penstock.kernels.triton_dtypes import TRITON_DTYPES
-from penstock.kernels.triton_math import fp8_clamp
+from penstock.kernels.triton_math import fp8_clamp, nvfp4_values
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)  # the same for kernels
@@ -61,6 +62,7 @@ _TABLE_BYTES = 2048  # of shared memory, at most
 _VERY_SHORT = 256  # keys: not worth a second launch
 _SHORT = 4096  # that one program can walk while the others do
 _LONG = 16384  # more are split whatever the number of sequences
+_FP4_BITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +110,35 @@ def _tile_entries(group: int, runs: Runs | None) -> int:
     return max(1, min(_MAX_G // next_power_of_2(group), next_power_of_2(runs.longest)))
 
 
+def cache_bits(k_cache_BKSD: Tensor, scales: CacheScales | None) -> int:
+    """Of a number of the cache."""
+    is_nvfp4 = scales is not None and scales.are_nvfp4
+    return _FP4_BITS if is_nvfp4 else 8 * k_cache_BKSD.element_size()
+
+
+def scale_planes(scales: CacheScales | None) -> tuple[Tensor | None, Tensor | None]:
+    """As kernels read them: E4M3 as bits, which GPUs without FP8 can load."""
+    if scales is None or not scales.are_nvfp4:
+        return scales or (None, None)
+    return scales.keys.view(torch.uint8), scales.values.view(torch.uint8)
+
+
 @functools.cache
 def decode_config(
-    num_heads: int, num_kv_heads: int, head_size: int, cache_bytes: int, load: Load
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    cache_bits: int,
+    load: Load,
+    unpacked_bits: int | None = None,
 ) -> DecodeConfig:
     """Where nothing was tuned, what is best or nearly so on an H200 for 4 and 8 kv heads of size
     64 and 128 in 8 and 16 bits (docs/notes/2026-11-attention.md). `num_heads`: those of all
-    entries that share a tile."""
+    entries that share a tile. `unpacked_bits`: of a number in shared memory, if not as cached."""
     is_small = head_size * _tile_heads(num_heads // num_kv_heads) <= 1024
     keys_each = 32 if is_small else 16  # of a warp, for its registers' sake
-    row_bytes = 2 * next_power_of_2(head_size) * cache_bytes  # of a key and its value
+    bits = unpacked_bits or cache_bits
+    row_bytes = 2 * next_power_of_2(head_size) * bits // 8  # of a key and its value
     most, stages = {
         Load.PARTIAL_WAVE: (1, 5),
         Load.ONE_WAVE: (4, 7),
@@ -147,7 +168,7 @@ def decode_config(
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_size,
-        cache_bits=8 * cache_bytes,
+        cache_bits=cache_bits,
         sequences=load.value,
     )
 
@@ -209,16 +230,33 @@ def _softmax(scores, seen, m, total):
 
 
 @triton.jit
+def load_nvfp4(
+    codes_ptr, scales_ptr, is_key, D: tl.constexpr, GROUPED: tl.constexpr, SHAPE: tl.constexpr
+):  # fmt: skip
+    """Keys (or values) of an NVFP4 cache in fp16, SHAPE [..., BLOCK_D], GROUPED [..., BLOCK_D / 16,
+    16]. Of each of them: where its codes and scales begin, and whether it is one, [..., 1]."""
+    GROUPS: tl.constexpr = GROUPED[len(GROUPED) - 2]
+    pairs, groups = tl.arange(0, GROUPS * 8), tl.arange(0, GROUPS)
+    for _ in tl.static_range(len(SHAPE) - 1):
+        pairs, groups = tl.expand_dims(pairs, 0), tl.expand_dims(groups, 0)
+    codes = tl.load(codes_ptr + pairs, mask=is_key & (pairs < D // 2), other=0)
+    scales = tl.load(scales_ptr + groups, mask=is_key & (groups < D // 16), other=0)
+    return tl.reshape(nvfp4_values(codes, scales, GROUPED), SHAPE)
+
+
+@triton.jit
 def _attend_plain(
     q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from, ends,
     scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr,
-    CAP_LOG2: tl.constexpr,
+    IS_NVFP4: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`."""
     cols = tl.arange(0, BLOCK_D)[None, None, :]
     in_head = cols < D
+    SHAPE: tl.constexpr = (W, TILE // W, BLOCK_D)
+    GROUPED: tl.constexpr = (W, TILE // W, BLOCK_D // 16, 16)
     q = tl.broadcast_to(tl.trans(q)[None, :, :], (W, BLOCK_D, BLOCK_G))
     m = tl.full((W, BLOCK_G), _LOWEST, tl.float32)
     total = tl.zeros((W, BLOCK_G), tl.float32)
@@ -227,10 +265,19 @@ def _attend_plain(
         keys = start + _by_warp(TILE, W)
         inside = keys < end_key
         block = tl.load(table_ptr + keys // S, mask=inside, other=0).to(tl.int64)
-        at = (block * stride_b + (keys % S) * D)[:, :, None] + cols
-        mask = inside[:, :, None] & in_head
-        k = tl.load(k_ptr + at, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + tl.trans(at, 0, 2, 1), mask=tl.trans(mask, 0, 2, 1), other=0.0)
+        if IS_NVFP4:
+            place, is_key = (keys % S)[:, :, None], inside[:, :, None]
+            at = (block * stride_b)[:, :, None] + place * (D // 2)
+            scale_at = (block * stride_s)[:, :, None] + place * (D // 16)
+            k = load_nvfp4(k_ptr + at, k_scales_ptr + scale_at, is_key, D, GROUPED, SHAPE)
+            k = k.to(q.dtype)
+            v = load_nvfp4(v_ptr + at, v_scales_ptr + scale_at, is_key, D, GROUPED, SHAPE)
+            v = tl.trans(v, 0, 2, 1)
+        else:
+            at = (block * stride_b + (keys % S) * D)[:, :, None] + cols
+            mask = inside[:, :, None] & in_head
+            k = tl.load(k_ptr + at, mask=mask, other=0.0).to(q.dtype)
+            v = tl.load(v_ptr + tl.trans(at, 0, 2, 1), mask=tl.trans(mask, 0, 2, 1), other=0.0)
         scores = tl.dot(k, q, input_precision="ieee") * scale_log2
         if HAS_SCALES:
             scale_at = block * stride_s + keys % S
@@ -341,7 +388,8 @@ def _attend(
     scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
-    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr,
+    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, IS_NVFP4: tl.constexpr,
+    CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
     if IN_PAIRS:
@@ -356,10 +404,12 @@ def _attend(
         )  # fmt: skip
         acc = tl.interleave(even, odd)
     else:
+        if IS_NVFP4 and q.dtype == tl.bfloat16:
+            q = q.to(tl.float16)
         m, total, acc = _attend_plain(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
             ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, HAS_SCALES,
-            CAP_LOG2,
+            IS_NVFP4, CAP_LOG2,
         )  # fmt: skip
     return m, total, acc
 
@@ -396,15 +446,16 @@ def _decode(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, Q: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
     MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CHUNKS: tl.constexpr,
-    CAP_LOG2: tl.constexpr, GIVES_LSE: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
+    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, IS_NVFP4: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr, GIVES_LSE: tl.constexpr,
+    ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (k, n, p) takes the p-th split of entry n and kv head k / PARTS, of whose query heads
     it has BLOCK_G / Q; with Q > 1 of up to Q entries of a run, from n on, if n begins such a tile.
 
     Where there is only one it is written to out[n], sinks included, else to partial[n, h, p], with
     its log2-sum-exp. DIRECT: there is only one of every entry. GIVES_LSE: the log-sum-exp of all
-    its keys to out_lse[n], sinks not included.
+    its keys to out_lse[n], sinks not included. HAS_SCALES: of each cached key and value.
     """
     let_next_start(PDL)
     HEADS: tl.constexpr = BLOCK_G // Q
@@ -446,12 +497,15 @@ def _decode(
     cols = tl.arange(0, BLOCK_D)[None, :]
     inside = is_head[:, None] & (cols < D)
     q = tl.load(q_ptr + n * stride_qn + heads * D + cols, mask=inside, other=0.0)
-    HEAD: tl.constexpr = S * D // 2 if IN_PAIRS else S * D
+    HEAD: tl.constexpr = S * D // 2 if IN_PAIRS or IS_NVFP4 else S * D
     k_ptr += kv_head * HEAD
     v_ptr += kv_head * HEAD
     if HAS_SCALES:
         k_scales_ptr += kv_head * S
         v_scales_ptr += kv_head * S
+    elif IS_NVFP4:
+        k_scales_ptr += kv_head * (S * D // 16)
+        v_scales_ptr += kv_head * (S * D // 16)
     table_ptr += row * stride_table
 
     to = out_ptr + (n * (K * G) + heads) * D + cols
@@ -462,7 +516,7 @@ def _decode(
         m, total, acc = _attend(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, end, seen_by, ends,
             scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
-            HAS_SCALES, CAP_LOG2, ON_GPU,
+            HAS_SCALES, IS_NVFP4, CAP_LOG2, ON_GPU,
         )  # fmt: skip
         _store(
             to, inside, m, total, acc * v_scale, sink_ptr, is_head, out_scale_ptr, lse_to, dtype,
@@ -481,7 +535,7 @@ def _decode(
             m, total, acc = _attend(
                 q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start, split_end, seen_by,
                 ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
-                HAS_SCALES, CAP_LOG2, ON_GPU,
+                HAS_SCALES, IS_NVFP4, CAP_LOG2, ON_GPU,
             )  # fmt: skip
             if num_splits == 1:
                 _store(
@@ -583,18 +637,20 @@ def decode(
     longest = block_table_RM.shape[1] * block_size
     if params.window is not None:
         max_kv_len, longest = min(max_kv_len, params.window), min(longest, params.window)
+    is_nvfp4 = scales is not None and scales.are_nvfp4
     c = config or decode_config(
-        num_heads * tile_entries, num_kv_heads, head_size, k_cache_BKSD.element_size(),
+        num_heads * tile_entries, num_kv_heads, head_size, cache_bits(k_cache_BKSD, scales),
         load_of(cdiv(num_entries, tile_entries) * num_tiles, longest),
+        8 * q_NHD.element_size() if is_nvfp4 else None,
     )  # fmt: skip
     is_direct = longest <= c.min_span
     num_splits = min(c.max_splits, cdiv(max_kv_len + c.tile, c.min_span))
-    in_pairs = k_cache_BKSD.element_size() == 1 and q_NHD.element_size() == 2
+    in_pairs = k_cache_BKSD.element_size() == 1 and q_NHD.element_size() == 2 and not is_nvfp4
     if in_pairs:
         k_cache_BKSD, v_cache_BKSD = (x.view(torch.int16) for x in (k_cache_BKSD, v_cache_BKSD))
     window = NO_WINDOW if params.window is None else params.window
     sinks = kv_lens_N if sinks_H is None else sinks_H  # not read where there are none
-    k_scales_BKS, v_scales_BKS = scales or (None, None)
+    k_scales, v_scales = scale_planes(scales)
     block_d = next_power_of_2(head_size)
     partial, lse = out_NHD, out_NHD  # not used where nothing is split
     gives_lse = lse_NH is not None
@@ -605,15 +661,16 @@ def decode(
         partial = torch.empty((*shape, head_size), dtype=torch.float32, device=q_NHD.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q_NHD.device)
     kernel = _decode[(num_tiles, num_entries, 1 if is_direct else num_splits)](
-        q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_NHD, partial, lse,
+        q_NHD, k_cache_BKSD, v_cache_BKSD, k_scales, v_scales, out_NHD, partial, lse,
         rows_N, kv_lens_N, offsets_N, block_table_RM, sinks, out_scale_1, out_lse,
         params.scale * LOG2_E, params.v_scale, window, q_NHD.stride(0), k_cache_BKSD.stride(0),
-        0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
+        0 if k_scales is None else k_scales.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size, Q=tile_entries, BLOCK_G=block_g,
         BLOCK_D=block_d,
         TILE=c.tile, W=min(c.num_warps, c.tile // 16), MIN_SPAN=c.min_span, SPLITS=c.max_splits,
         DIRECT=is_direct, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
-        HAS_SCALES=scales is not None, HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
+        HAS_SCALES=scales is not None and not is_nvfp4, IS_NVFP4=is_nvfp4,
+        HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
         GIVES_LSE=gives_lse, ON_GPU=q_NHD.is_cuda,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_NHD),
     )  # fmt: skip
@@ -638,12 +695,12 @@ def partial_decode_triton(
     block_table_RM,
     params,
     max_kv_len,
-    k_scales_BKS=None,
-    v_scales_BKS=None,
+    k_scales=None,
+    v_scales=None,
 ):
     out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
     lse_NH = torch.empty(q_NHD.shape[:2], dtype=torch.float32, device=q_NHD.device)
-    scales = None if k_scales_BKS is None else CacheScales(k_scales_BKS, v_scales_BKS)
+    scales = None if k_scales is None else CacheScales(k_scales, v_scales)
     decode(
         q_NHD, k_cache_BKSD, v_cache_BKSD, rows_N, kv_lens_N, block_table_RM, out_NHD, params,
         max_kv_len, scales=scales, lse_NH=lse_NH,

@@ -3,8 +3,8 @@
 A tile's rows are (query, head of the kv head) pairs, so one read of a key serves all heads that
 share it and a short chunk still fills the tile. `hopper_prefill` does the same where it fits.
 
-Legend: T tokens, N sequences, H query heads, K kv heads, G = H / K, D head size, B blocks, S tokens
-per block.
+Legend: T tokens, N sequences, H query heads, K kv heads, G = H / K, D head size (of an NVFP4 cache
+a D has half of the channels), B blocks, S tokens per block.
 """
 
 import functools
@@ -16,7 +16,14 @@ from torch import Tensor
 
 from penstock.kernels import tuned
 from penstock.kernels.attention.backend import AttentionParams, CacheScales
-from penstock.kernels.attention.triton_decode import LOG2_E, cap_log2, capped_log2
+from penstock.kernels.attention.triton_decode import (
+    LOG2_E,
+    cache_bits,
+    cap_log2,
+    capped_log2,
+    load_nvfp4,
+    scale_planes,
+)
 from penstock.kernels.device import shared_bytes
 from penstock.kernels.hopper import HopperKernels
 from penstock.kernels.launch import jit
@@ -39,7 +46,7 @@ class PrefillConfig:
 
 @functools.cache
 def prefill_config(
-    num_heads: int, num_kv_heads: int, head_size: int, element_bytes: int, cache_bytes: int
+    num_heads: int, num_kv_heads: int, head_size: int, element_bytes: int, cache_bits: int
 ) -> PrefillConfig:
     if element_bytes > 2:
         # No tensor cores in full precision: a larger tile would not fit registers.
@@ -57,7 +64,7 @@ def prefill_config(
         kv_heads=num_kv_heads,
         head_size=head_size,
         bits=8 * element_bytes,
-        cache_bits=8 * cache_bytes,
+        cache_bits=cache_bits,
     )
 
 
@@ -67,13 +74,15 @@ def _attend(
     end_key, kv_len, scale_log2, window, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr,
+    IS_NVFP4: tl.constexpr, HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [first_key, end_key) into every row's running maximum, total and values.
 
     Not MASKED: whole tiles that every row sees.
     """
     cols = tl.arange(0, BLOCK_D)[None, :]
+    SHAPE: tl.constexpr = (TILE, BLOCK_D)
+    GROUPED: tl.constexpr = (TILE, BLOCK_D // 16, 16)
     for start in tl.range(first_key, end_key, TILE):
         keys = start + tl.arange(0, TILE)
         if MASKED:
@@ -81,7 +90,14 @@ def _attend(
         else:
             block = tl.load(table_ptr + keys // S).to(tl.int64)
         at = (block * stride_b + (keys % S) * D)[:, None] + cols
-        if MASKED or BLOCK_D != D:
+        if IS_NVFP4:
+            place, is_key = (keys % S)[:, None], (keys < kv_len)[:, None]
+            at = (block * stride_b)[:, None] + place * (D // 2)
+            scale_at = (block * stride_s)[:, None] + place * (D // 16)
+            k = load_nvfp4(k_ptr + at, k_scales_ptr + scale_at, is_key, D, GROUPED, SHAPE)
+            v = load_nvfp4(v_ptr + at, v_scales_ptr + scale_at, is_key, D, GROUPED, SHAPE)
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        elif MASKED or BLOCK_D != D:
             mask = (keys < kv_len)[:, None] & (cols < D)
             k = tl.load(k_ptr + at, mask=mask, other=0.0).to(q.dtype)
             v = tl.load(v_ptr + at, mask=mask, other=0.0).to(q.dtype)
@@ -144,7 +160,8 @@ def _prefill(
     stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr, PDL: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_NVFP4: tl.constexpr, HAS_CHUNKS: tl.constexpr,
+    CAP_LOG2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, k): the i-th last slot (`tile_of`), for kv head k.
 
@@ -161,11 +178,15 @@ def _prefill(
         return
     kv_len = tl.load(kv_lens_ptr + entry)
     table_ptr += tl.load(rows_ptr + entry).to(tl.int64) * stride_table
-    k_ptr += kv_head * (S * D)
-    v_ptr += kv_head * (S * D)
+    HEAD: tl.constexpr = S * D // 2 if IS_NVFP4 else S * D
+    k_ptr += kv_head * HEAD
+    v_ptr += kv_head * HEAD
     if HAS_SCALES:
         k_scales_ptr += kv_head * S
         v_scales_ptr += kv_head * S
+    elif IS_NVFP4:
+        k_scales_ptr += kv_head * (S * D // 16)
+        v_scales_ptr += kv_head * (S * D // 16)
 
     rows = tile * ROWS + tl.arange(0, ROWS)
     queries = rows // G
@@ -175,8 +196,8 @@ def _prefill(
     inside = (queries < num_queries)[:, None] & (cols < D)
     q_at = tokens[:, None] * stride_qt + heads[:, None] * D + cols
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
-    if k_ptr.dtype.element_ty.is_fp8() and q.dtype == tl.bfloat16:
-        q = q.to(tl.float16)  # it holds FP8 exactly
+    if (IS_NVFP4 or k_ptr.dtype.element_ty.is_fp8()) and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)  # it holds FP8, and FP4 times its scale, exactly
 
     num_before = kv_len - num_queries
     positions = num_before + queries
@@ -195,12 +216,12 @@ def _prefill(
         m, total, acc = _attend(
             q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, 0,
             masked_from, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
-            False, False, HAS_SCALES, False, CAP_LOG2,
+            False, False, HAS_SCALES, IS_NVFP4, False, CAP_LOG2,
         )  # fmt: skip
     m, total, acc = _attend(
         q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
         masked_from, end_key, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
-        True, HAS_WINDOW, HAS_SCALES, HAS_CHUNKS, CAP_LOG2,
+        True, HAS_WINDOW, HAS_SCALES, IS_NVFP4, HAS_CHUNKS, CAP_LOG2,
     )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks_ptr + heads) * _LOG2_E - m)
@@ -243,22 +264,24 @@ def prefill(
         except Exception as error:  # of a lost device: the launch below meets it again
             _HOPPER.give_up(error)
     c = config or prefill_config(
-        num_heads, num_kv_heads, head_size, q_THD.element_size(), k_cache_BKSD.element_size()
+        num_heads, num_kv_heads, head_size, q_THD.element_size(), cache_bits(k_cache_BKSD, scales)
     )
-    k_scales_BKS, v_scales_BKS = scales or (None, None)
+    k_scales, v_scales = scale_planes(scales)
+    is_nvfp4 = scales is not None and scales.are_nvfp4
     group = num_heads // num_kv_heads
     num_entries = len(rows_N)
     slots = num_slots(len(q_THD) - first_entry, num_entries - first_entry, group, c.rows)
     _prefill[slots, num_kv_heads](
-        q_THD, k_cache_BKSD, v_cache_BKSD, k_scales_BKS, v_scales_BKS, out_THD, rows_N,
+        q_THD, k_cache_BKSD, v_cache_BKSD, k_scales, v_scales, out_THD, rows_N,
         query_starts_N1, kv_lens_N, block_table_RM,
         kv_lens_N if sinks_H is None else sinks_H,  # not read without sinks
         first_entry, num_entries, params.scale * LOG2_E, params.v_scale, params.window or 0,
         q_THD.stride(0), k_cache_BKSD.stride(0),
-        0 if k_scales_BKS is None else k_scales_BKS.stride(0), block_table_RM.stride(0),
+        0 if k_scales is None else k_scales.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size,
         BLOCK_D=next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
         HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,
-        HAS_SCALES=scales is not None, HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
+        HAS_SCALES=scales is not None and not is_nvfp4, IS_NVFP4=is_nvfp4,
+        HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(q_THD),
     )  # fmt: skip

@@ -37,8 +37,8 @@ _PREFILL_CASES = ((1, 8192), (8, 1024))
 def now_used(op: str, d: dict[str, int]) -> AttentionConfig:
     sizes = d["heads"], d["kv_heads"], d["head_size"]
     if op == "decode":
-        return decode_config(*sizes, d["cache_bits"] // 8, Load(d["sequences"]))
-    return prefill_config(*sizes, d["bits"] // 8, d["cache_bits"] // 8)
+        return decode_config(*sizes, d["cache_bits"], Load(d["sequences"]))
+    return prefill_config(*sizes, d["bits"] // 8, d["cache_bits"])
 
 
 def candidates(now: AttentionConfig) -> list[AttentionConfig]:

@@ -4,7 +4,6 @@ Legend: T tokens, D channels.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from penstock.kernels.launch import jit
@@ -17,7 +16,7 @@ from penstock.kernels.quantize.block_scaled import (
 )
 from penstock.kernels.quantized_weight import FP4_GROUP
 from penstock.kernels.sizes import cdiv
-from penstock.kernels.triton_math import fp8_clamp
+from penstock.kernels.triton_math import fp8_clamp, nvfp4_pairs
 
 _COLUMNS = 1024  # of one program
 
@@ -49,29 +48,6 @@ def _mxfp8(
     tl.store(at, power.to(tl.uint8), mask=groups < num_groups)
 
 
-@triton.jit
-def _e2m1(x):
-    """Codes of the nearest values, ties to the even one."""
-    size = tl.abs(x)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    return code | (x < 0).to(tl.int32) << 3
-
-
-@triton.jit
-def _e4m3(x):
-    """0 <= x <= 448 rounded to E4M3: its bits, and its value in fp32."""
-    bits = x.to(tl.int32, bitcast=True)
-    usual = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 values are multiples of 2^-9; adding 1.5 * 2^23 leaves no bit for a fraction.
-    small = ((x * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
-    code = tl.where(x < 0.015625, small, usual)
-    value = tl.where(code < 8, code.to(tl.float32) * 0.001953125,
-                     ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True))  # fmt: skip
-    return code, value
-
-
 @jit
 def _nvfp4(
     x_ptr, scale_ptr, out_ptr, scales_ptr, stride_t, SIZE,
@@ -84,22 +60,14 @@ def _nvfp4(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_t + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    x = tl.reshape(x, (BLOCK // GROUP, GROUP))
-    largest = tl.max(tl.abs(x), axis=1)
-    scale = tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0 * outer), 448.0)
-    code, scale = _e4m3(scale)
-    factor = scale * outer
-    ones = tl.full((BLOCK // GROUP,), 1.0, tl.float32)
-    inverse = tl.where(factor > 0, tl.div_rn(ones, tl.where(factor > 0, factor, 1.0)), 0.0)
-    codes = tl.reshape(_e2m1(x * inverse[:, None]), (BLOCK // 2, 2))
-    low, high = tl.split(codes)
+    found, code = nvfp4_pairs(tl.reshape(x, (BLOCK // GROUP, GROUP)), outer)
     pairs = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     at = out_ptr + row * (SIZE // 2) + pairs
-    tl.store(at, (low | high << 4).to(tl.uint8), mask=pairs < SIZE // 2)
+    tl.store(at, tl.reshape(found, (BLOCK // 2,)), mask=pairs < SIZE // 2)
     groups = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     num_groups = SIZE // GROUP
     at = scales_ptr + row * num_groups + groups
-    tl.store(at, code.to(tl.uint8), mask=groups < num_groups)
+    tl.store(at, code, mask=groups < num_groups)
 
 
 @quantize_mxfp8.impl("triton", needs=arch(89), fits=lambda x_TD: x_TD.shape[0] > 0)

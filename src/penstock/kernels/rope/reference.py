@@ -1,7 +1,7 @@
 """References of rotary position embedding (RoPE) and of the paged KV cache write.
 
 Legend: T tokens, H query heads, K kv heads, N heads, D head size, P positions, R rotated channels,
-B blocks, S tokens per block.
+B blocks, S tokens per block. Of an NVFP4 cache a D has half of the channels: a byte has two codes.
 """
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.kernels.native import library
 from penstock.kernels.norm import rms_norm
 from penstock.kernels.op import cpu, native, op
+from penstock.kernels.quantize.block_scaled import quantize_nvfp4
 from penstock.kernels.quantize.reference import quantize_int8
 
 
@@ -40,21 +41,31 @@ def write(
     cache_BKSD: Tensor,
     slots_T: Tensor,
     scale: float,
-    scales_BKS: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """cache[slot // S, :, slot % S] = what is stored of token t, for slot = slots_T[t].
 
-    With `scales_BKS` the cache is INT8, and every head's scale is written as well.
+    `scales` are those of an INT8 cache [B, K, S], or of an NVFP4 one [B, K, S, groups], in E4M3.
+    They are written as well.
     """
-    block_size = cache_BKSD.shape[2]
-    if scales_BKS is None:
+    if scales is None:
         values_TKD = stored(x_TKD, scale, cache_BKSD.dtype)
+    elif scales.dtype is torch.float8_e4m3fn:
+        num_kv_heads, scale_1 = x_TKD.shape[1], torch.full((1,), scale, device=x_TKD.device)
+        codes, found = quantize_nvfp4.reference(x_TKD.flatten(0, 1), scale_1)
+        values_TKD, found_TKG = (x.unflatten(0, (-1, num_kv_heads)) for x in (codes, found))
+        _put(found_TKG, scales, slots_T)
     else:
         values_TKD, scales_TK1 = quantize_int8.reference(x_TKD, None)
-        scales_BKS[slots_T // block_size, :, slots_T % block_size] = scales_TK1.squeeze(-1)
-    if cache_BKSD.dtype.itemsize == 1:  # indexed writes know no FP8
-        values_TKD, cache_BKSD = values_TKD.view(torch.uint8), cache_BKSD.view(torch.uint8)
-    cache_BKSD[slots_T // block_size, :, slots_T % block_size] = values_TKD
+        _put(scales_TK1.squeeze(-1), scales, slots_T)
+    _put(values_TKD, cache_BKSD, slots_T)
+
+
+def _put(values: Tensor, plane: Tensor, slots_T: Tensor) -> None:
+    if plane.dtype.itemsize == 1:  # indexed writes know no FP8
+        values, plane = values.view(torch.uint8), plane.view(torch.uint8)
+    block_size = plane.shape[2]
+    plane[slots_T // block_size, :, slots_T % block_size] = values
 
 
 @op(gpu_module="penstock.kernels.rope.triton")
@@ -71,15 +82,16 @@ def rope_kv_write(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     has_gates: bool = False,
-    k_scales_BKS: Tensor | None = None,
-    v_scales_BKS: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """From a fused projection to queries ready for attention and a cache that knows the tokens.
 
     Of the N = H + 2 K heads the first H are the queries, the next K the keys, the last the values.
     With weights, query and key heads are normed first. Queries and keys are rotated; keys and
     values are written to the cache, divided by their scale if it is FP8. If it is INT8, each
-    head's largest becomes 127, and its scale is written, too. Returns q_THD.
+    head's largest becomes 127, and its scale is written, too; if it is NVFP4 (uint8), the largest
+    of 16 channels becomes 6, and their scale is written, divided by the one given. Returns q_THD.
 
     `has_gates`: there are N = 2 H + 2 K heads. A query is followed by a gate, which is not read.
     """
@@ -92,8 +104,8 @@ def rope_kv_write(
         q_THD = rms_norm.reference(q_THD, q_weight_D, eps)
     if k_weight_D is not None:
         k_TKD = rms_norm.reference(k_TKD, k_weight_D, eps)
-    write(rotate(k_TKD, cos_sin_PR, positions_T), k_cache_BKSD, slots_T, k_scale, k_scales_BKS)
-    write(v_TKD, v_cache_BKSD, slots_T, v_scale, v_scales_BKS)
+    write(rotate(k_TKD, cos_sin_PR, positions_T), k_cache_BKSD, slots_T, k_scale, k_scales)
+    write(v_TKD, v_cache_BKSD, slots_T, v_scale, v_scales)
     return rotate(q_THD, cos_sin_PR, positions_T)
 
 
@@ -117,8 +129,8 @@ def rope_kv_write_native(
     k_scale=1.0,
     v_scale=1.0,
     has_gates=False,
-    k_scales_BKS=None,
-    v_scales_BKS=None,
+    k_scales=None,
+    v_scales=None,
 ):
     num_tokens, num_all, size = qkv_TND.shape
     _, num_kv_heads, block_size, _ = k_cache_BKSD.shape
@@ -159,8 +171,8 @@ def rope_kv_write_torch(
     k_scale=1.0,
     v_scale=1.0,
     has_gates=False,
-    k_scales_BKS=None,
-    v_scales_BKS=None,
+    k_scales=None,
+    v_scales=None,
 ):
     """Queries and keys side by side; at small batches the number of calls is the cost."""
     num_tokens, _, size = qkv_TND.shape

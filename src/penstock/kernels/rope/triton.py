@@ -14,7 +14,7 @@ from penstock.kernels.op import arch
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.rope.reference import rope_kv_write
 from penstock.kernels.sizes import cdiv, next_power_of_2
-from penstock.kernels.triton_math import fp8_clamp, round_to_even
+from penstock.kernels.triton_math import fp8_clamp, nvfp4_pairs, round_to_even
 
 _HEADS = 8  # of a program, at small batches
 _MANY_TOKENS = 128
@@ -57,6 +57,19 @@ def _to_int8(x):
     return round_to_even(tl.div_rn(x, tl.zeros_like(x) + scale)), scale
 
 
+@triton.jit
+def _store_nvfp4(x, outer, codes_to, scales_to, is_head, D: tl.constexpr):
+    """The heads of a tile, as `quantize_nvfp4`; addresses and mask are by head, [HEADS, 1]."""
+    HEADS: tl.constexpr = x.shape[0]
+    BLOCK_D: tl.constexpr = x.shape[1]
+    pairs, scales = nvfp4_pairs(tl.reshape(x, (HEADS * BLOCK_D // 16, 16)), outer)
+    cols, groups = tl.arange(0, BLOCK_D // 2)[None, :], tl.arange(0, BLOCK_D // 16)[None, :]
+    pairs = tl.reshape(pairs, (HEADS, BLOCK_D // 2))
+    scales = tl.reshape(scales, (HEADS, BLOCK_D // 16))
+    tl.store(codes_to + cols, pairs, mask=is_head & (cols < D // 2))
+    tl.store(scales_to + groups, scales, mask=is_head & (groups < D // 16))
+
+
 @jit
 def _rope_kv_write(
     qkv_ptr, q_weight_ptr, k_weight_ptr, eps, table_ptr, positions_ptr, slots_ptr,
@@ -64,9 +77,12 @@ def _rope_kv_write(
     stride_t, stride_b, stride_s,
     H: tl.constexpr, Q_STEP: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     S: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, IS_NVFP4: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per (token, group of heads): the query's groups first, then the key's."""
+    """One program per (token, group of heads): the query's groups first, then the key's.
+
+    HAS_SCALES: the cache is INT8, or NVFP4.
+    """
     wait_for_previous(PDL)
     let_next_start(PDL)  # not before: attention would crowd the SMs that the GEMM has left
     token = tl.program_id(0).to(tl.int64)
@@ -90,18 +106,27 @@ def _rope_kv_write(
         k = k.to(qkv_ptr.dtype.element_ty).to(tl.float32)
         v = tl.load(k_ptr + K * D + cols, mask=is_kv, other=0.0).to(tl.float32)
         slot = tl.load(slots_ptr + token)
-        if HAS_SCALES:
-            k, k_found = _to_int8(k)
-            v, v_found = _to_int8(v)
-            scale_to = (slot // S) * stride_s + kv_heads * S + slot % S
-            tl.store(k_scales_ptr + scale_to, k_found, mask=kv_heads < K)
-            tl.store(v_scales_ptr + scale_to, v_found, mask=kv_heads < K)
-        elif k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8:  # as stored() in the reference
-            k = fp8_clamp(k / k_scale)
-            v = fp8_clamp(v / v_scale)
-        kv_to = (slot // S) * stride_b + kv_heads * (S * D) + (slot % S) * D + cols
-        tl.store(k_cache_ptr + kv_to, k.to(k_cache_ptr.dtype.element_ty), mask=is_kv)
-        tl.store(v_cache_ptr + kv_to, v.to(v_cache_ptr.dtype.element_ty), mask=is_kv)
+        if IS_NVFP4:
+            is_head, place = kv_heads < K, slot % S
+            codes_to = (slot // S) * stride_b + (kv_heads * S + place) * (D // 2)
+            groups_to = (slot // S) * stride_s + (kv_heads * S + place) * (D // 16)
+            _store_nvfp4(k, k_scale, k_cache_ptr + codes_to, k_scales_ptr + groups_to, is_head, D)
+            _store_nvfp4(v, v_scale, v_cache_ptr + codes_to, v_scales_ptr + groups_to, is_head, D)
+        else:
+            if HAS_SCALES:
+                k, k_found = _to_int8(k)
+                v, v_found = _to_int8(v)
+                scale_to = (slot // S) * stride_s + kv_heads * S + slot % S
+                tl.store(k_scales_ptr + scale_to, k_found, mask=kv_heads < K)
+                tl.store(v_scales_ptr + scale_to, v_found, mask=kv_heads < K)
+            elif (
+                k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8
+            ):  # as stored() in the reference
+                k = fp8_clamp(k / k_scale)
+                v = fp8_clamp(v / v_scale)
+            kv_to = (slot // S) * stride_b + kv_heads * (S * D) + (slot % S) * D + cols
+            tl.store(k_cache_ptr + kv_to, k.to(k_cache_ptr.dtype.element_ty), mask=is_kv)
+            tl.store(v_cache_ptr + kv_to, v.to(v_cache_ptr.dtype.element_ty), mask=is_kv)
 
 
 @rope_kv_write.impl("triton", needs=arch(80))
@@ -118,8 +143,8 @@ def rope_kv_write_triton(
     k_scale=1.0,
     v_scale=1.0,
     has_gates=False,
-    k_scales_BKS=None,
-    v_scales_BKS=None,
+    k_scales=None,
+    v_scales=None,
 ):
     assert k_cache_BKSD[0].is_contiguous() and k_cache_BKSD.stride() == v_cache_BKSD.stride()
     num_tokens, num_all, size = qkv_TND.shape
@@ -136,14 +161,17 @@ def rope_kv_write_triton(
         heads = max(_HEADS, min(_TILE // block_d, next_power_of_2(num_heads)))
     kv_heads = min(heads, next_power_of_2(num_kv_heads))
     grid = (num_tokens, cdiv(num_heads, heads) + cdiv(num_kv_heads, kv_heads))
+    is_nvfp4 = k_scales is not None and k_scales.dtype is torch.float8_e4m3fn
+    if is_nvfp4:  # written as bits: not every GPU that unpacks them has FP8
+        k_scales, v_scales = k_scales.view(torch.uint8), v_scales.view(torch.uint8)
     kernel = _rope_kv_write[grid](
         qkv_TND, q_weight_D, k_weight_D, eps, cos_sin_PR, positions_T, slots_T,
-        q_THD, k_cache_BKSD, v_cache_BKSD, k_scale, v_scale, k_scales_BKS, v_scales_BKS,
+        q_THD, k_cache_BKSD, v_cache_BKSD, k_scale, v_scale, k_scales, v_scales,
         qkv_TND.stride(0), k_cache_BKSD.stride(0),
-        0 if k_scales_BKS is None else k_scales_BKS.stride(0),
+        0 if k_scales is None else k_scales.stride(0),
         H=num_heads, Q_STEP=q_step, K=num_kv_heads, D=size, R=cos_sin_PR.shape[1], S=block_size,
         BLOCK_D=block_d, HEADS=heads, KV_HEADS=kv_heads, HAS_NORM=q_weight_D is not None,
-        HAS_SCALES=k_scales_BKS is not None,
+        HAS_SCALES=k_scales is not None, IS_NVFP4=is_nvfp4,
         num_warps=max(1, min(8, block_d * heads // 256)), **launch_options(qkv_TND),
     )  # fmt: skip
     set_carveout(kernel, between_gemms(num_tokens))
