@@ -15,6 +15,7 @@ NUM_TOKENS = 24
 SETTINGS = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
 BLOCKS = {"tokens_per_block": 16, "max_tokens": 1024, "dtype": "nvfp4"}
 CLOSE = 1e-4  # of a logit; rounding moves them by 100 times as much
+NVFP4 = torch.float4_e2m1fn_x2
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -46,9 +47,9 @@ def folder(request, tmp_path_factory):
 
 
 def check_logits(folder, scales):
-    theirs = reference_model(folder)
+    theirs, model = reference_model(folder), load_model(folder, finished=True, cache_dtype=NVFP4)
     texts = prompts(theirs.config.vocab_size)
-    ours = mixed_run(load_model(folder, finished=True, cache_dtype=torch.float4_e2m1fn_x2), texts)
+    ours = mixed_run(model, texts)
     for text, logits in zip(texts, ours, strict=True):
         with torch.inference_mode():
             rounded = theirs(torch.tensor([text]), past_key_values=RoundingCache(scales)).logits[0]
@@ -58,12 +59,20 @@ def check_logits(folder, scales):
         assert errors.median() < CLOSE < 10 * CLOSE < (logits - plain).abs().median()
 
 
+def scales_of(folder, cache_dtype):
+    model = load_model(folder, finished=True, cache_dtype=cache_dtype)
+    (found,) = {layer.cache_scales for layer in model.cache_layers()}
+    return found
+
+
 def test_logits_are_those_of_transformers_that_rounds_keys_and_values(folder):
-    check_logits(folder, (1 / 4, 1 / 16))
+    scales = scales_of(folder, NVFP4)
+    assert scales == (1 / 4, 1 / 16)
+    check_logits(folder, scales)
 
 
 def test_a_checkpoint_made_for_it_brings_its_scales(tmp_path):
-    """As ModelOpt writes them. A power of two of headroom changes nothing where none is needed."""
+    """As ModelOpt writes them. Headroom, a power of two, changes nothing where none is needed."""
     plain = make_checkpoint(tmp_path / "llama", "llama")
     made = tmp_path / "modelopt"
     shutil.copytree(plain, made)
@@ -81,6 +90,8 @@ def test_a_checkpoint_made_for_it_brings_its_scales(tmp_path):
     assert engine.engine.config.kv_dtype == "float4_e2m1fn_x2"
     assert len(engine.generate([[5, 6, 7]], 4)[0]) == 4
     check_logits(made, scales)
+    assert scales_of(made, NVFP4) == pytest.approx([8 * scale for scale in scales])
+    assert scales_of(made, torch.float8_e4m3fn) == (1.0, 1.0)  # those of another cache
 
 
 def test_a_reused_prefix_gives_the_same_tokens(folder):

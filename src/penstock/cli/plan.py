@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     chosen = best(outlooks, args.goal)
     if args.json:
-        print(json.dumps([_record(one, args.model, one is chosen) for one in outlooks], indent=2))
+        records = [_record(one, _command(one, args), one is chosen) for one in outlooks]
+        print(json.dumps(records, indent=2))
         return 0
     print(f"{args.model} on {args.gpus} x {gpu.name}, predicted, not measured", end="")
     print("" if gpu.is_measured else "; this GPU's figures are its datasheet's", end=".\n")
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     print("sequences: of that length in the cache; TTFT, TPOT: of one request alone, ms;")
     print("loaded: TPOT under the load, ms; tok/s: output of all GPUs under the load.")
     print()
-    _recommend(chosen, outlooks, args.model, args.goal)
+    _recommend(chosen, outlooks, _command(chosen, args), args.goal)
     return 0
 
 
@@ -69,7 +70,12 @@ def _read_config(model: str) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: not a model's config.json; a plan is made from one") from error
 
 
-def _record(one: Outlook, model: str, is_chosen: bool) -> dict[str, object]:
+def _command(one: Outlook, args: argparse.Namespace) -> str:
+    cache = "" if args.kv_cache_dtype == "auto" else f" --kv_cache_dtype {args.kv_cache_dtype}"
+    return one.strategy.command(args.model) + cache
+
+
+def _record(one: Outlook, command: str, is_chosen: bool) -> dict[str, object]:
     return {
         "replicas": one.strategy.replicas,
         "tp_size": one.strategy.tp_size,
@@ -83,7 +89,7 @@ def _record(one: Outlook, model: str, is_chosen: bool) -> dict[str, object]:
         "tpot_ms": one.tpot_s * 1e3,
         "loaded_tpot_ms": one.loaded_tpot_s * 1e3,
         "output_tok_s": one.tok_s,
-        "command": one.strategy.command(model),
+        "command": command,
     }
 
 
@@ -106,7 +112,7 @@ def _show(outlooks: list[Outlook]) -> None:
         print("  ".join((first.strip().ljust(widths[0]), *others)).rstrip())
 
 
-def _recommend(chosen: Outlook, outlooks: list[Outlook], model: str, goal: str) -> None:
+def _recommend(chosen: Outlook, outlooks: list[Outlook], command: str, goal: str) -> None:
     tp_size = chosen.strategy.tp_size
     others = [one for one in outlooks if one.fits and one.strategy.tp_size != tp_size]
     print(f"Recommended for {_GOALS[goal]}: {chosen.strategy}.")
@@ -125,4 +131,4 @@ def _recommend(chosen: Outlook, outlooks: list[Outlook], model: str, goal: str) 
         second = max(others, key=lambda one: one.tok_s)
         print(f"{chosen.tok_s:,.0f} tok/s, with {second.strategy} {second.tok_s:,.0f}.")
     print()
-    print(f"    {chosen.strategy.command(model)}")
+    print(f"    {command}")

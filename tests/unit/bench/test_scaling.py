@@ -91,7 +91,8 @@ def test_what_does_not_fit_is_refused_with_the_way_out():
 def test_the_recommended_command_is_one_that_serve_understands(tmp_path, capsys, goal):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_30B))
     with pytest.raises(SystemExit, match="0"):
-        main(["plan", str(tmp_path), "--gpus", "8", "--gpu", "b200", "--goal", goal, "--json"])
+        arguments = ["--gpus", "8", "--gpu", "b200", "--goal", goal, "--kv_cache_dtype", "nvfp4"]
+        main(["plan", str(tmp_path), *arguments, "--json"])
     rows = json.loads(capsys.readouterr().out)
     (chosen,) = (row for row in rows if row["recommended"])
     key = "tpot_ms" if goal == "latency" else "output_tok_s"
@@ -101,6 +102,7 @@ def test_the_recommended_command_is_one_that_serve_understands(tmp_path, capsys,
     parsed = parser.parse_args(chosen["command"].split()[2:])
     sizes = (getattr(parsed, f"{kind}_parallel_size", 1) for kind in ("tensor", "data"))
     assert tuple(sizes) == (chosen["tp_size"], chosen["replicas"])
+    assert getattr(parsed, "kv_cache_config.dtype") == "nvfp4"
 
 
 def test_a_quantized_folder_is_read_with_its_quantization(tmp_path, capsys):
@@ -125,6 +127,13 @@ def test_a_4_bit_cache_holds_as_many_more_sequences_as_it_is_smaller():
     assert half.max_running == pytest.approx(2 * plain.max_running, abs=2)
     assert quarter.max_running == pytest.approx(plain.max_running * 16 / 4.5, abs=4)
     assert quarter.loaded_tpot_s < half.loaded_tpot_s < plain.loaded_tpot_s
+
+
+def test_a_4_bit_cache_of_latents_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "kv_lora_rank": 512}))
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", str(tmp_path), "--kv_cache_dtype", "nvfp4"])
+    assert "the latents of this model cannot have; use fp8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
