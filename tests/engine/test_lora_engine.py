@@ -1,8 +1,13 @@
 """Adapters through the whole engine: batches that mix them, prefixes, drafts, few slots, two ranks.
-The truth is transformers with the adapter merged by hand."""
+The truth is transformers with the adapter merged by hand. Graphs are stand-ins: what would be
+replayed runs anew."""
+
+import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
+from graph_ranks import use_stand_ins
 from graph_steps import Repeats, mixed_graphs
 from local_engine import LocalEngine
 from lora_models import make_adapter, merge
@@ -176,6 +181,40 @@ def test_graphs_of_steps_without_adapters_do_not_run_them(made, monkeypatch):
     rid = submit(local, 3, PROMPTS[1])  # in a row that had one
     local.run()
     assert local.tokens(rid) == truth[None, 1] and seen and not any(seen)
+
+
+DP = {"tensor_parallel_size": 2, "enable_attention_dp": True}
+RANKS = {
+    "tensor-parallel": ({"tensor_parallel_size": 2}, False),
+    "stages, in graphs": ({"pipeline_parallel_size": 2}, True),
+    "context-parallel": ({"context_parallel_size": 2}, False),
+    "data-parallel": (DP, False),
+    "data-parallel, in graphs": (DP, True),
+}
+
+
+@pytest.mark.parametrize(("sizes", "has_graphs"), RANKS.values(), ids=list(RANKS))
+def test_two_ranks_give_the_tokens_of_each_adapter(made, sizes, has_graphs, monkeypatch):
+    """With fewer slots than adapters, beside requests without one, and without any."""
+    folder, paths, truth = made
+    if has_graphs:
+        use_stand_ins(monkeypatch.setattr)
+    local = engine(folder, **lora(), **sizes, attn_backend="reference")
+    try:
+        names = [None, None, *paths, None, *reversed(paths)]
+        for first, some in ((0, [None, None]), (2, names)):
+            asked = {
+                submit(local, i, PROMPTS[i % 2], paths.get(name)): (name, i % 2)
+                for i, name in enumerate(some, first)
+            }
+            local.run()
+            for rid, (name, number) in asked.items():
+                assert local.tokens(rid) == truth[name, number], name
+        assert (local.counters.graph_replays > 20) == has_graphs
+    finally:
+        local.engine._ranks.stop()
+        with contextlib.suppress(AssertionError):
+            dist.destroy_process_group()
 
 
 def watched(step, seen):

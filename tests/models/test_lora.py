@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fp8_models import make_fp8_checkpoint, truth
-from lora_models import ALL, hook, make_adapter, merge
+from lora_models import ALL, hook, make_adapter, merge, write_adapter
 from paged_driver import CPU, load_model, mixed_run, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, reference_model
@@ -16,9 +16,11 @@ from weight_only_models import make_weight_only_checkpoint
 from penstock.config.run import LoraRun
 from penstock.errors import ConfigError
 from penstock.models.spec import parse_model_spec
+from penstock.parallel.mesh import RankMesh
 from penstock.quantization.choose import choose_schemes
 from penstock.runtime.adapters import AdapterField
 from penstock.types.adapter import Adapter, AdapterInSlot
+from penstock.types.mesh import MeshShape
 from penstock.types.sampling import SamplingParams
 from penstock.types.step import RowJoin
 
@@ -187,6 +189,31 @@ def test_only_layers_that_are_named_have_slots(llama, tmp_path, reference):
     wrong = LoraRun(max_rank=8, num_slots=1, num_host=1, target_modules=("c_attn",))
     with pytest.raises(ConfigError, match="names c_attn: this model has no such"):
         with_slots(llama, run=wrong)
+
+
+def test_a_stage_has_slots_for_its_own_layers_and_reads_what_is_theirs(llama, tmp_path, reference):
+    path = make_adapter(tmp_path / "one", reference)
+    _, whole = with_slots(llama, path)
+    halves = []
+    for number in range(2):
+        mesh = RankMesh.place(number, MeshShape(pp=2))
+        _, field = with_slots(llama, path, model=load_model(llama, mesh))
+        halves.append(field.host._reader.read(path).layers)
+        assert set(halves[-1]) == set(field._slots)
+    assert not set(halves[0]) & set(halves[1])
+    assert set(halves[0]) | set(halves[1]) == set(whole._slots)
+    outside = tmp_path / "outside"
+    names = ("model.embed_tokens", "model.layers.1.mlp.experts.0.up_proj")
+    for name, why in zip(names, ("embeddings and the head", "experts"), strict=True):
+        a, b = (torch.zeros(shape) for shape in ((4, 64), (64, 4)))
+        prefix = f"base_model.model.{name}"
+        tensors = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+        write_adapter(outside, tensors, ("up_proj",), rank=4, alpha=4.0)
+        for number in range(2):
+            model = load_model(llama, RankMesh.place(number, MeshShape(pp=2)))
+            _, field = with_slots(llama, model=model)
+            with pytest.raises(ConfigError, match=f"{why} take no adapters"):
+                field.host._reader.read(outside)
 
 
 def test_known_adapters_say_which_layers_have_slots(llama, tmp_path, reference):

@@ -78,7 +78,6 @@ def check_ranks(
         )
     _check_stages(config, spec)
     _check_context(config, spec)
-    _check_adapters(config)
     size = config.tensor_parallel_size
     if config.enable_attention_dp:
         return
@@ -176,21 +175,6 @@ def _check_context(config: EngineConfig, spec: ModelSpec) -> None:
             f"context_parallel_size is {size}, but all layers of the model see a window only, "
             "whose cache is not split; use tensor_parallel_size"
         )
-
-
-def _check_adapters(config: EngineConfig) -> None:
-    if config.lora is None:
-        return
-    for name, is_asked in (
-        ("enable_attention_dp", config.enable_attention_dp and config.tensor_parallel_size > 1),
-        ("pipeline_parallel_size", config.pipeline_parallel_size > 1),
-        ("context_parallel_size", config.context_parallel_size > 1),
-    ):
-        if is_asked:
-            raise ConfigError(
-                f"adapters (lora_config) and {name} cannot be combined yet: an adapter is applied "
-                "where its tokens are; leave one of the two out"
-            )
 
 
 def one_shot_sums(config: EngineConfig, kind: str) -> bool:

@@ -11,7 +11,7 @@ from penstock.engine.adapter_slots import SlotTable
 from penstock.errors import RequestError
 from penstock.types.adapter import Adapter, AdapterInSlot
 from penstock.types.request import Request
-from penstock.types.step import LateInputs, StepPlan
+from penstock.types.step import LateInputs, RowJoin, StepPlan
 
 
 class Host(Protocol):
@@ -27,11 +27,13 @@ class Host(Protocol):
 class Adapters:
     """Gate and follower. `host`: None where this run has no adapters."""
 
-    def __init__(self, host: Host | None, num_slots: int = 0) -> None:
-        self._host = host
+    def __init__(self, host: Host | None, num_slots: int = 0, num_dp_ranks: int = 1) -> None:
+        self._host, self._num_dp_ranks = host, num_dp_ranks
         self._slots = SlotTable(num_slots)
         self._running: dict[int, Adapter] = {}  # by request: it has a slot
         self._sent: set[str] = set()  # ids of those that went to the ranks, since in a slot
+        # Of rows that have one, by data-parallel rank and row.
+        self._by_row: dict[tuple[int, int], AdapterInSlot] = {}
 
     # Gate
 
@@ -74,18 +76,29 @@ class Adapters:
     # What the ranks are told
 
     def equip(self, plan: StepPlan) -> StepPlan:
-        """The plan, its joins with their adapters."""
-        if not any(join.request_id in self._running for join in plan.joins):
+        """The plan, its joins with their adapters; where ranks have other rows, with the adapters
+        of them all."""
+        if any(join.request_id in self._running for join in plan.joins):
+            plan = replace(plan, joins=tuple(map(self._equipped, plan.joins)))
+        if self._num_dp_ranks == 1:
             return plan
-        joins = []
         for join in plan.joins:
-            if (adapter := self._running.get(join.request_id)) is not None:
-                slot = self._slots.slot_of(join.request_id)
-                assert slot is not None
-                self._sent.add(adapter.id)
-                join = replace(join, adapter=AdapterInSlot(adapter=adapter, slot=slot))
-            joins.append(join)
-        return replace(plan, joins=tuple(joins))
+            self._by_row.pop((join.dp_rank, join.row), None)
+            if join.adapter is not None:
+                self._by_row[join.dp_rank, join.row] = join.adapter
+        if not self._by_row:
+            return plan
+        places = zip(plan.dp_ranks.tolist(), plan.rows.tolist(), strict=True)
+        found = [self._by_row[place] for place in places if place in self._by_row]
+        return replace(plan, adapters=tuple({one.slot: one for one in found}.values()))
+
+    def _equipped(self, join: RowJoin) -> RowJoin:
+        if (adapter := self._running.get(join.request_id)) is None:
+            return join
+        slot = self._slots.slot_of(join.request_id)
+        assert slot is not None
+        self._sent.add(adapter.id)
+        return replace(join, adapter=AdapterInSlot(adapter=adapter, slot=slot))
 
     def close(self) -> None:
         if self._host is not None:

@@ -192,7 +192,7 @@ class Engine:
         if config.lora is not None:
             field = find_adapters(loaded.fields)
             assert field is not None
-            self.adapters = Adapters(field.host, config.lora.num_slots)
+            self.adapters = Adapters(field.host, config.lora.num_slots, config.mesh.dp)
             self.scheduler.add_gate(self.adapters)
             self.scheduler.add_follower(self.adapters)
             executor = EquippedExecutor(executor, self.adapters.equip)

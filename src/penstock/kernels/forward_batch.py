@@ -45,6 +45,10 @@ class AdapterTokens:
     slots_T: Tensor  # int32: of each token, -1 for none
     groups_NG: Tensor | None  # int32: of the decodes, by `kernels.lora.lora_groups`
 
+    def of(self, tokens_X: Tensor) -> "AdapterTokens":
+        """Of these tokens, of which the first are the decodes as they are."""
+        return AdapterTokens(self.slots_T[tokens_X], self.groups_NG)
+
 
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:

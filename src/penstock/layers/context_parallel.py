@@ -122,6 +122,15 @@ class ContextRanks:
         decodes_ND, prompts_QD = self._gathered(x_PD, batch)
         return torch.cat((decodes_ND, prompts_QD[self._share(batch).places_Q]))
 
+    def own_tokens(self, batch: ForwardBatch) -> Tensor:
+        """Which tokens of the step `own` takes."""
+        return self._share(batch).own_T
+
+    def gathered_tokens(self, batch: ForwardBatch) -> Tensor:
+        """Which token of the step lies where behind `gather`."""
+        decodes_N = torch.arange(batch.num_decodes, device=batch.rows_N.device)
+        return torch.cat((decodes_N, self._share(batch).all_Q))
+
     def gather(self, x_PD: Tensor, batch: ForwardBatch) -> Tensor:
         """Of all tokens, in the order that `scatter` expects."""
         return torch.cat(self._gathered(x_PD, batch))

@@ -76,7 +76,7 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         wanted = self.attention.input_format(x_TD.shape[0])
         x_TD, residual_TD = self.input_norm(x_TD, residual_TD, wanted)
-        x_TD = self.attention(x_TD, batch)
+        x_TD = self.attention(x_TD, self.exchange.of_attention(batch))
         if self.attention_out_norm is not None:
             x_TD = self.attention_out_norm(x_TD)
         wanted = self.mlp.input_format(self.exchange.num_tokens(batch))
@@ -84,7 +84,7 @@ class DecoderBlock(nn.Module):
             x_TD, residual_TD, self.exchange.sent_as(wanted, batch), self._summed_in_norm
         )
         x_SD = self.exchange.gather(x_TD, wanted, batch)
-        x_TD = self.exchange.scatter(self.mlp(x_SD, batch), batch)
+        x_TD = self.exchange.scatter(self.mlp(x_SD, self.exchange.of_mlp(batch)), batch)
         return x_TD if self.mlp_out_norm is None else self.mlp_out_norm(x_TD), residual_TD
 
 

@@ -6,10 +6,12 @@ Where all ranks have the same tokens, only the sum is left.
 
 # T tokens of this rank, S tokens of all ranks that share the MLP, D hidden size
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from penstock.kernels.formats import PLAIN, Activation, InputFormat
-from penstock.kernels.forward_batch import ForwardBatch
+from penstock.kernels.forward_batch import AdapterTokens, ForwardBatch
 from penstock.layers.context import LayerContext
 from penstock.layers.context_parallel import ContextRanks
 from penstock.layers.fused_quant import converted
@@ -18,6 +20,12 @@ from penstock.parallel.collectives import all_reduce, gather_tokens, scatter_sum
 
 class NoExchange:
     """Around a block that brings tokens together itself."""
+
+    def of_attention(self, batch: ForwardBatch) -> ForwardBatch:
+        return batch
+
+    def of_mlp(self, batch: ForwardBatch) -> ForwardBatch:
+        return batch
 
     def num_tokens(self, batch: ForwardBatch) -> int:
         return batch.num_tokens
@@ -37,6 +45,32 @@ class TokenExchange:
         self._tokens = build.mesh.role("tokens")
         self._copies = build.mesh.role("copies")
         self._context = ContextRanks(build)
+
+    def of_attention(self, batch: ForwardBatch) -> ForwardBatch:
+        """The step with the adapters of the tokens in front of the exchange."""
+        if batch.adapters is None or not self._context.splits(batch):
+            return batch
+        if (key := TokenExchange.of_attention) not in batch.plans:
+            batch.plans[key] = batch.adapters.of(self._context.own_tokens(batch))
+        adapters = batch.plans[key]
+        others = tuple(replace(other, adapters=adapters) for other in batch.others)
+        return replace(batch, adapters=adapters, others=others)
+
+    def of_mlp(self, batch: ForwardBatch) -> ForwardBatch:
+        """The step with the adapters of the tokens that the MLP sees."""
+        if batch.adapters is None:
+            return batch
+        if (key := TokenExchange.of_mlp) not in batch.plans:
+            batch.plans[key] = self._gathered_adapters(batch.adapters, batch)
+        return replace(batch, adapters=batch.plans[key])
+
+    def _gathered_adapters(self, own: AdapterTokens, batch: ForwardBatch) -> AdapterTokens:
+        if self._context.splits(batch):
+            return own.of(self._context.gathered_tokens(batch))
+        if self._tokens.group is None:
+            return own
+        slots_S1 = gather_tokens(own.slots_T[:, None], self._tokens, batch.rank_tokens)
+        return AdapterTokens(slots_S1[:, 0], None)
 
     def num_tokens(self, batch: ForwardBatch) -> int:
         """That the MLP sees."""

@@ -1,7 +1,8 @@
 """`AdapterField`: low-rank adapters on one rank: in host memory, in slots of the layers, by row.
 
-Which adapter takes which slot comes with the rows that join (`RowJoin.adapter`); what a slot does
-not hold yet is copied there from host memory, in the order of the steps. So ranks stay alike.
+Which adapter takes which slot comes with the rows that join (`RowJoin.adapter`), and for MLPs that
+see the tokens of ranks with other rows with every step (`StepPlan.adapters`); what a slot does not
+hold yet is copied there from host memory, in the order of the steps. So ranks stay alike.
 """
 
 # R rows, T tokens
@@ -9,6 +10,7 @@ not hold yet is copied there from host memory, in the order of the steps. So ran
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +27,11 @@ from penstock.kernels.transfer import to_device
 from penstock.layers.decoder import Decoder
 from penstock.layers.linear import Linear
 from penstock.layers.lora import LoraSlots, add_slots
+from penstock.parallel.collectives import largest
+from penstock.parallel.stages import is_elsewhere
 from penstock.runtime.batch_fields import BatchField
 from penstock.types.adapter import Adapter
-from penstock.types.step import Int32s, RowJoin
+from penstock.types.step import Int32s, RowJoin, StepPlan
 from penstock.weights.adapter import AdapterReader, HostAdapter, module_names
 
 _log = log.get(__name__)
@@ -41,7 +45,8 @@ def make_batch_fields(
     """The fields of this run. Called once, before memory is planned: they may take some."""
     if config.lora is None:
         return ()
-    return (AdapterField(config.lora, model, config.max_batch_size, device),)
+    num_rows, num_ranks = config.max_batch_size, config.mesh.size
+    return (AdapterField(config.lora, model, num_rows, device, num_ranks),)
 
 
 def find_adapters(fields: Sequence[BatchField]) -> "AdapterField | None":
@@ -50,21 +55,35 @@ def find_adapters(fields: Sequence[BatchField]) -> "AdapterField | None":
 
 class AdapterField:
     def __init__(
-        self, config: LoraRun, model: Decoder, max_rows: int, device: torch.device
+        self,
+        config: LoraRun,
+        model: Decoder,
+        max_rows: int,
+        device: torch.device,
+        num_ranks: int = 1,
     ) -> None:
-        layers = _adapted_layers(config, model)
-        dtype = next(iter(layers.values())).dtype
+        """`num_ranks`: of the engine."""
+        layers = _adapted_layers(config, model, num_ranks)
+        _, dtype, _ = model.hidden_states
         self._slots: dict[str, LoraSlots] = {
             name: add_slots(layer, config.num_slots, config.max_rank)
             for name, layer in layers.items()
         }
         is_pinned = device.type == "cuda"
-        reader = AdapterReader(model.weight_rules, layers, config.max_rank, dtype, is_pinned)
+        reader = AdapterReader(
+            model.weight_rules,
+            layers,
+            config.max_rank,
+            dtype,
+            is_pinned,
+            partial(is_elsewhere, model),
+        )
         self.host = HostAdapters(reader, config.num_host)
         self._held: list[str | None] = [None] * config.num_slots  # ids
         self._slots_R = torch.full((max_rows + 1,), -1, dtype=torch.int32, device=device)
         self._slot_of_row = np.full(max_rows + 1, -1, np.int32)  # the same on the host
         self._is_adapted = np.zeros(max_rows + 1, bool)  # by row
+        self._is_shared = False  # the step has adapters, here or on a rank with other rows
         self._device = device
         self._known = config.adapters
 
@@ -79,6 +98,13 @@ class AdapterField:
             read_adapter_config(Path(adapter.path))
         for adapter in self._known[: self.host.max_adapters]:
             self.host.get(adapter)
+
+    def begin(self, plan: StepPlan) -> None:
+        self._is_shared = plan.peers is not None and bool(plan.adapters)
+        if self._is_shared:
+            for one in plan.adapters:
+                self._hold(one.slot, one.adapter)
+        self.join(plan.joins)
 
     def join(self, joins: Sequence[RowJoin]) -> None:
         if not joins:
@@ -97,7 +123,7 @@ class AdapterField:
         )
 
     def is_wanted(self, rows: Int32s) -> bool:
-        return bool(self._is_adapted[rows].any())
+        return self._is_shared or bool(self._is_adapted[rows].any())
 
     def attach(self, batch: ForwardBatch, rows_T: Tensor, rows: Int32s | None) -> None:
         if rows is None or self.is_wanted(rows):
@@ -125,7 +151,7 @@ class AdapterField:
             slots.load(slot, found.layers.get(name, none))
 
 
-def _adapted_layers(config: LoraRun, model: Decoder) -> dict[str, Linear]:
+def _adapted_layers(config: LoraRun, model: Decoder, num_ranks: int) -> dict[str, Linear]:
     """The linear layers that get slots: those whose modules are named, or all of the model's. What
     drafts for it has none: its drafts are checked."""
     layers = {
@@ -138,7 +164,12 @@ def _adapted_layers(config: LoraRun, model: Decoder) -> dict[str, Linear]:
         return layers
     named = {name: set(module_names(model.weight_rules, name, layers)) for name in layers}
     known = set().union(*named.values())
-    if unknown := sorted(wanted - known):
+    asked = sorted(wanted)
+    # Of all stages.
+    num_ranks = 1 if model.stage.is_first and model.stage.is_last else num_ranks
+    _, _, device = model.hidden_states
+    is_known = largest([name in known for name in asked], num_ranks, device)
+    if unknown := [name for name, found in zip(asked, is_known, strict=True) if not found]:
         raise ConfigError(
             f"lora_config.lora_target_modules names {', '.join(unknown)}: this model has no such "
             f"linear layers, but {', '.join(sorted(known))}; experts, embeddings and the head take "

@@ -3,13 +3,12 @@
 `Rows` calls them and knows none of them by name.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from penstock.kernels.forward_batch import ForwardBatch
-from penstock.types.step import Int32s, RowJoin
+from penstock.types.step import Int32s, StepPlan
 
 
 class BatchField(Protocol):
@@ -20,11 +19,12 @@ class BatchField(Protocol):
     def start(self) -> None:
         """Once, before serving: what the settings ask for that may fail."""
 
-    def join(self, joins: Sequence[RowJoin]) -> None:
-        """Sequences take rows; whatever the rows held is gone. Before the step that they are in."""
+    def begin(self, plan: StepPlan) -> None:
+        """Before a step: sequences take rows, and whatever the rows held is gone."""
 
     def is_wanted(self, rows: Int32s) -> bool:
-        """Whether a step of these rows takes it."""
+        """Whether the step that has begun takes it, of which these are the rows on this rank. Ranks
+        that run it with this one say the same."""
 
     def attach(self, batch: ForwardBatch, rows_T: Tensor, rows: Int32s | None) -> None:
         """Write the field of a batch whose tokens have these rows. Nothing waits for the device.

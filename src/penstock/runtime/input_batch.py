@@ -134,7 +134,7 @@ class Rows:
         for join in plan.joins:
             self._prefill_ids[join.row] = join.token_ids
         for field in self._fields:
-            field.join(plan.joins)
+            field.begin(plan)
         if plan.decode_tokens is not None and plan.num_decodes:
             self._take_over(plan, plan.decode_tokens)
         growth = plan.growth

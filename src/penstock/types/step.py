@@ -129,6 +129,8 @@ class StepPlan:
     # The drafter is told what is fed and keeps up, whether or not it drafts. False: it rests.
     is_followed: bool = True
     peers: PeerLoads | None = None  # where this is one rank's part of a plan
+    # That tokens of the step have, on any rank: ranks with other sequences share MLPs.
+    adapters: tuple[AdapterInSlot, ...] = ()
     # Of the decodes, where a rank that has the rows does not sample for them: [num_decodes, 1 + K],
     # the token that each goes on from, and those drafted behind it, negative where there are none.
     decode_tokens: Int32s | None = None

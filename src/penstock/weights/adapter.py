@@ -7,7 +7,7 @@ get their parts and rows of queries and keys their order.
 # R rank, I inputs, O outputs
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from penstock.weights.stream import stream
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_OUTSIDE = ("embed.", "head.")
 Parts = tuple[LoraPair | None, ...]
 
 
@@ -42,13 +43,15 @@ class HostAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReader:
-    """`layers`: those of the model that take adapters, by name."""
+    """`layers`: those of the model that take adapters, by name. `is_elsewhere`: whether another
+    stage has a layer."""
 
     rules: Rules
     layers: Mapping[str, Linear]
     max_rank: int
     dtype: torch.dtype
     is_pinned: bool
+    is_elsewhere: Callable[[str], bool] = lambda name: False
 
     @torch.inference_mode()
     def read(self, folder: Path) -> HostAdapter:
@@ -60,13 +63,14 @@ class AdapterReader:
                 f"{self.max_rank} are taken; raise lora_config.max_lora_rank"
             )
         found: dict[str, list[LoraPair | None]] = {}
-        for module, (a_RI, b_OR) in _modules(folder).items():
+        modules = _modules(folder)
+        if not modules:
+            raise ConfigError(f"the adapter in '{folder}' has no tensors")
+        for module, (a_RI, b_OR) in modules.items():
             self._check(folder, module, config, a_RI, b_OR)
             scaled_OR = b_OR.float() * config.scale_of(module)
             for name, rows_OR in self._parts(module, scaled_OR):
                 self._add(found, folder, module, name, a_RI, rows_OR)
-        if not found:
-            raise ConfigError(f"the adapter in '{folder}' has no tensors")
         return HostAdapter({name: tuple(parts) for name, parts in found.items()})
 
     def _parts(self, module: str, b_OR: Tensor) -> Iterable[tuple[str, StoredTensor]]:
@@ -96,6 +100,8 @@ class AdapterReader:
         target = self.rules.target(name)
         layer_name = "" if target is None else target.parameter.removesuffix(".weight")
         layer = self.layers.get(layer_name)
+        if layer is None and _may_have(layer_name) and self.is_elsewhere(layer_name):
+            return
         if target is None or layer is None:
             raise ConfigError(f"the adapter in '{folder}' changes '{module}': {self._why(name)}")
         outputs, inputs = layer.shape.outputs[target.part], layer.shape.inputs
@@ -119,9 +125,9 @@ class AdapterReader:
     def _why(self, name: str) -> str:
         target = self.rules.target(name)
         inside = "" if target is None else target.parameter
-        if ".experts." in f".{inside}":
+        if _is_of_experts(inside):
             return "experts take no adapters"
-        if inside.startswith(("embed.", "head.")):
+        if inside.startswith(_OUTSIDE):
             return "embeddings and the head take no adapters"
         known = sorted(
             {name for layer in self.layers for name in module_names(self.rules, layer, self.layers)}
@@ -130,6 +136,15 @@ class AdapterReader:
             f"no layer of this run takes it; those that do are {', '.join(known)} (see "
             "lora_config.lora_target_modules)"
         )
+
+
+def _is_of_experts(name: str) -> bool:
+    return ".experts." in f".{name}"
+
+
+def _may_have(layer_name: str) -> bool:
+    """Whether a layer of that name takes adapters, as far as the name tells."""
+    return not _is_of_experts(f"{layer_name}.") and not f"{layer_name}.".startswith(_OUTSIDE)
 
 
 def module_names(rules: Rules, name: str, layers: Mapping[str, Linear]) -> list[str]:

@@ -113,13 +113,7 @@ REFUSED = [  # model, settings, why; the machine has 8 GPUs where none is named
     (MOE, first_slots(99, [0]), "layer 99 is given, but that is no layer"),
     (MOE, first_slots(1, [0]), "layer 1 has 1 slots, but num_slots is 8"),
     (MOE, first_slots(1, [0] * 8), "has no slot for expert 1"),
-    # What adapters, sums and the like cannot have
-    (DENSE, ADP | {"enable_lora": True},
-     "(lora_config) and enable_attention_dp cannot be combined yet"),
-    (DENSE, {"pp_size": 2, "enable_lora": True},
-     "(lora_config) and pipeline_parallel_size cannot be combined yet"),
-    (DENSE, {"cp_size": 2, "enable_lora": True},
-     "(lora_config) and context_parallel_size cannot be combined yet"),
+    # What sums and the like cannot have
     (DENSE, {"device": "cpu", "tp_size": 2, "allreduce_strategy": "oneshot"},
      "allreduce_strategy is ONESHOT, which needs GPUs", CPU),
     (DENSE, {"allreduce_strategy": "TWOSHOT"}, "it must be 'AUTO', 'NCCL' or 'ONESHOT'"),
