@@ -69,7 +69,6 @@ MODELS: dict[str, str | Callable[[Path], Path]] = {
     "gpt_oss, MXFP4": _mxfp4,  # windows
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe, GGUF": _gguf,
-    "qwen3_next": "qwen3_next",  # recurrent states
 }
 
 
@@ -104,7 +103,7 @@ ROWS = [
     Row("ADP 2 x EP 2 + host memory", 2, "gpt_oss, MXFP4", _sizes(2, ep=2, **ADP), IN_HOST),
     Row("TP 2 x EP 2 + n-gram", 2, "qwen3_moe, GGUF", _sizes(2, ep=2), DRAFTS),
     Row("TP 2 x PP 2 x EP 2", 4, "gpt_oss, MXFP4", _sizes(2, pp=2, ep=2)),
-    Row("TP 4 x EP 2 (ETP 2)", 4, "qwen3_next", _sizes(4, ep=2)),
+    Row("TP 4 x EP 2 (ETP 2)", 4, "qwen2_moe", _sizes(4, ep=2)),
     Row("ADP 4 x EP 2 (ETP 2) + n-gram", 4, "qwen2_moe", _sizes(4, ep=2, **ADP), DRAFTS),
     Row("PP 2 x ADP 2 + n-gram", 4, "deepseek_v3", _sizes(2, pp=2, **ADP), DRAFTS),
     Row("CP 2 x TP 2 + n-gram", 4, "llama, INT4", _sizes(2, cp=2), DRAFTS),

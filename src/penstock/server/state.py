@@ -51,6 +51,12 @@ def server_state(
     names = TokenNames(pipeline.tokenizer)
     folder = None if shared is None else Path(shared.path).with_name("adapters")
     adapters = AdapterRegistry(config.lora, name, folder)
+    interval = SettingChoice(
+        name="stream_interval",
+        value=str(config.stream_interval),
+        reason="tokens between two chunks of a stream",
+    )
+    choices = (*choices, interval)
     return ServerState(pipeline, name, metrics, names, bodies, adapters, choices, has_key)
 
 
