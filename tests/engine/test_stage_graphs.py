@@ -7,10 +7,15 @@ from graph_ranks import use_stand_ins
 from rank_engines import BLOCK, RankEngines
 
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
+MTP = {"decoding_type": "MTP", "max_draft_len": 2, "adaptive_draft_len": False}
 CASES = {
     "llama, 2 stages, n-gram drafts": (
         "tiny",
         {"pipeline_parallel_size": 2, "speculative_config": NGRAM},
+    ),
+    "deepseek_v3, 2 stages, MTP": (
+        "deepseek_v3",
+        {"pipeline_parallel_size": 2, "speculative_config": MTP},
     ),
     "gpt_oss, 2 stages of 2 data-parallel ranks": (
         "gpt_oss",
@@ -48,6 +53,7 @@ def test_stages_that_replay_graphs_give_one_ranks_tokens(name, settings, monkeyp
             assert counters.mixed_graph_steps > 0 == counters.mixed_eager_steps
             assert counters.prefill_graph_steps > 0
         assert counters.graph_replays == len(replayed) > 20  # of both stages, step for step
+        assert (counters.accepted_tokens > 0) == ("speculative_config" in settings)
         engines.check_traffic()
     finally:
         engines.close()

@@ -144,7 +144,7 @@ class Decoder(nn.Module):
         self.hidden_states = spec.hidden_size, build.dtype, build.device
         # What other stages have is named here, too, so that names are those of the whole model.
         self.embed = cast(VocabEmbedding, Elsewhere())
-        if self.stage.is_first or (self.stage.is_last and spec.tie_embeddings):
+        if self.stage.is_first or (self.stage.is_last and (spec.tie_embeddings or build.has_mtp)):
             self.embed = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.layers = nn.ModuleList(
             self.block(spec, layer, ropes[spec.rope_of(layer)], build)
@@ -165,7 +165,9 @@ class Decoder(nn.Module):
         self.logit_soft_cap = spec.logit_soft_cap
         self.captured_layers: tuple[int, ...] = ()  # whose hidden states a drafter reads
         self.draft_head: nn.Module | None = None  # what drafts for this model, if a module does
-        if build.has_mtp:
+        if build.has_mtp and not self.stage.is_last:
+            self.draft_head = Elsewhere()
+        elif build.has_mtp:
             with_head = spec.with_mtp_layer()
             rope = ropes[with_head.rope_of(spec.num_layers)]
             block = self.block(with_head, spec.num_layers, rope, build)
