@@ -8,6 +8,7 @@ from rank_engines import BLOCK, RankEngines
 
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
 MTP = {"decoding_type": "MTP", "max_draft_len": 2, "adaptive_draft_len": False}
+SMALL_MODEL = MTP | {"decoding_type": "Draft_Target", "speculative_model": "tiny"}
 CASES = {
     "llama, 2 stages, n-gram drafts": (
         "tiny",
@@ -16,6 +17,10 @@ CASES = {
     "deepseek_v3, 2 stages, MTP": (
         "deepseek_v3",
         {"pipeline_parallel_size": 2, "speculative_config": MTP},
+    ),
+    "llama, 2 stages, a small model": (
+        "tiny",
+        {"pipeline_parallel_size": 2, "speculative_config": SMALL_MODEL},
     ),
     "gpt_oss, 2 stages of 2 data-parallel ranks": (
         "gpt_oss",

@@ -2,7 +2,13 @@
 parallelism. Values come with their reasons."""
 
 from penstock.config.launch import Place
-from penstock.config.run import Drafting, MTPDrafting, NGramDrafting, PromptBalance
+from penstock.config.run import (
+    Drafting,
+    ModelDrafting,
+    MTPDrafting,
+    NGramDrafting,
+    PromptBalance,
+)
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
@@ -121,11 +127,11 @@ def check_drafting_stages(config: EngineConfig, spec: ModelSpec, drafting: Draft
     if num_stages == 1 or drafting is None or config.speculative_config is None:
         return
     why, kind = "", config.speculative_config.decoding_type
-    if not isinstance(drafting, NGramDrafting | MTPDrafting):
+    if not isinstance(drafting, NGramDrafting | MTPDrafting | ModelDrafting):
         why = (
             "drafts are made on the last stage, which has no hidden states of layers before it, "
-            "and no place for a model of several layers; use decoding_type NGram or MTP, or leave "
-            "one of the two out"
+            "as these may read; use decoding_type NGram, MTP or Draft_Target, or leave one of the "
+            "two out"
         )
     elif spec.delta is not None:
         why = (

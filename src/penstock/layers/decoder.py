@@ -212,7 +212,8 @@ class Decoder(nn.Module):
 
     def _first(self, batch: ForwardBatch) -> Tensor:
         """What the first layer of this stage is given."""
-        if batch.hidden_TD is not None:
+        if not self.stage.is_first:
+            assert batch.hidden_TD is not None
             return batch.hidden_TD
         return self.context.own(self.embedded(batch.input_ids_T), batch)
 

@@ -124,6 +124,12 @@ class RankMesh:
     def is_last_stage(self) -> bool:
         return self.coordinate("pp") == self.shape.pp - 1
 
+    @property
+    def own_stage(self) -> "RankMesh":
+        """The ranks with the same layers as this one, for a model that has no others."""
+        rank = self.rank % self.shape.stage_size
+        return RankMesh(rank, replace(self.shape, pp=1), self.roles)
+
     def role(self, name: str) -> RoleGroup:
         return self.roles[name]
 

@@ -81,7 +81,11 @@ def load_model(
 def add_draft_model(
     model: Decoder, config: RunConfig, spec: ModelSpec, mesh: RankMesh, device: torch.device
 ) -> None:
-    """What drafts for the model, where it has a checkpoint of its own, with its weights."""
+    """What drafts for the model, where it has a checkpoint of its own, with its weights. Stages
+    before the last one have nothing of it."""
+    if not mesh.is_last_stage:
+        return
+    mesh = mesh.own_stage
     match config.drafting:
         case ModelDrafting(model_path=path, quantization=quantization):
             draft_spec = parse_model_spec(Path(path))

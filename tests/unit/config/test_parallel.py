@@ -60,9 +60,11 @@ REFUSED = [  # model, settings, why; the machine has 8 GPUs where none is named
     (MIXED, {"pp_size": 4},
      "of 4 layers stage 0 has 1, which do not have all kinds of cache"),
     (RECURRENT, {"pp_size": 2}, "stage 0 has 2, which do not have all kinds of cache"),
-    (MIXED, {"pp_size": 2, "speculative_config": {"decoding_type": "MTP"}},
-     "pipeline_parallel_size 2 and speculative_config (MTP) cannot be combined yet: drafts are "
-     "made on the last stage"),
+    (MIXED, {"pp_size": 2, "speculative_config":
+             {"decoding_type": "SaveState", "output_directory": "states"},
+             "kv_cache_config": {"enable_block_reuse": False}},
+     "pipeline_parallel_size 2 and speculative_config (SaveState) cannot be combined yet: drafts "
+     "are made on the last stage, which has no hidden states of layers before it"),
     # Tokens of a sequence
     (DENSE, {"cp_size": 3}, "context_parallel_size is 3; use a power of two"),
     (DENSE, {"cp_size": 2, "tp_size": 2, "enable_attention_dp": True},
