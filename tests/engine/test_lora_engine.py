@@ -184,25 +184,29 @@ def test_graphs_of_steps_without_adapters_do_not_run_them(made, monkeypatch):
 
 
 DP = {"tensor_parallel_size": 2, "enable_attention_dp": True}
+SMALL_MODEL = {"decoding_type": "Draft_Target", "max_draft_len": 2, "adaptive_draft_len": False}
 RANKS = {
     "tensor-parallel": ({"tensor_parallel_size": 2}, False),
     "stages, in graphs": ({"pipeline_parallel_size": 2}, True),
     "context-parallel": ({"context_parallel_size": 2}, False),
     "data-parallel": (DP, False),
     "data-parallel, in graphs": (DP, True),
+    "data-parallel, a small model drafts": (DP | {"speculative_config": SMALL_MODEL}, True),
 }
 
 
 @pytest.mark.parametrize(("sizes", "has_graphs"), RANKS.values(), ids=list(RANKS))
 def test_two_ranks_give_the_tokens_of_each_adapter(made, sizes, has_graphs, monkeypatch):
-    """With fewer slots than adapters, beside requests without one, and without any."""
+    """With fewer slots than adapters, beside requests without one, without any, and one alone."""
     folder, paths, truth = made
     if has_graphs:
         use_stand_ins(monkeypatch.setattr)
+    if drafts := sizes.get("speculative_config"):
+        sizes = sizes | {"speculative_config": drafts | {"speculative_model": str(folder)}}
     local = engine(folder, **lora(), **sizes, attn_backend="reference")
     try:
         names = [None, None, *paths, None, *reversed(paths)]
-        for first, some in ((0, [None, None]), (2, names)):
+        for first, some in ((0, [None, None]), (2, ["a0"]), (3, names)):
             asked = {
                 submit(local, i, PROMPTS[i % 2], paths.get(name)): (name, i % 2)
                 for i, name in enumerate(some, first)
@@ -210,7 +214,7 @@ def test_two_ranks_give_the_tokens_of_each_adapter(made, sizes, has_graphs, monk
             local.run()
             for rid, (name, number) in asked.items():
                 assert local.tokens(rid) == truth[name, number], name
-        assert (local.counters.graph_replays > 20) == has_graphs
+        assert (local.counters.graph_replays > 0) == has_graphs
     finally:
         local.engine._ranks.stop()
         with contextlib.suppress(AssertionError):

@@ -8,7 +8,7 @@ Without a drafter every step draws one token an entry, and nothing here costs an
 # K most drafts of a row, C chunks that do not reach the end of their prompt
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,6 +54,11 @@ class Outcome:
     drafts_NK: Tensor | None = None
 
 
+def _fed(batch: ForwardBatch, hidden_TE: Tensor | None, logit_index_L: Tensor | None) -> Fed:
+    """What drafts has no adapters, and its MLPs gather none: ranks without entries know of none."""
+    return Fed(replace(batch, adapters=None), hidden_TE, logit_index_L)
+
+
 class Drafting:
     def __init__(self, drafter: Drafter | None, rows: Rows) -> None:
         self.drafter = drafter
@@ -88,7 +93,7 @@ class Drafting:
         hidden_TE: Tensor | None,
         logit_index_L: Tensor | None,
     ) -> Fed | None:
-        return Fed(batch, hidden_TE, logit_index_L) if self.follows(plan) else None
+        return _fed(batch, hidden_TE, logit_index_L) if self.follows(plan) else None
 
     def fed_by_mix(self, plan: StepPlan, outputs: Outputs, has_drafts: bool) -> Fed | None:
         """By a graph of a step with prompts: the batch is built again, of what it was fed."""
@@ -127,7 +132,7 @@ class Drafting:
     ) -> Fed:
         if plan.peers is not None:
             batch.rank_tokens = plan.peers.num_tokens
-        return Fed(batch, hidden_TE, logit_index_L)
+        return _fed(batch, hidden_TE, logit_index_L)
 
     def _padding(self, plan: StepPlan, hidden_TE: Tensor | None) -> Fed:
         """Of a rank without entries: the token it ran for the others."""
