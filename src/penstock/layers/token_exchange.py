@@ -62,7 +62,8 @@ class TokenExchange:
             return batch
         if (key := TokenExchange.of_mlp) not in batch.plans:
             batch.plans[key] = self._gathered_adapters(batch.adapters, batch)
-        return replace(batch, adapters=batch.plans[key])
+        adapters = batch.plans[key]
+        return batch if adapters is batch.adapters else replace(batch, adapters=adapters)
 
     def _gathered_adapters(self, own: AdapterTokens, batch: ForwardBatch) -> AdapterTokens:
         if self._context.splits(batch):
