@@ -56,7 +56,7 @@ class Checked(FakeExecutor):
         handle.result = self.result
         return handle
 
-    def _draw(self, plan, i, row, drafted):
+    def _draw(self, plan, i, row, drafted, masks):
         return self.result.token_ids[i, : self.result.num_accepted[i]].tolist()
 
     def _draft(self, plan, i, row):

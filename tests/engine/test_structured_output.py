@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_engine import LocalEngine
+from test_drafted_grammars import FIXED
+from test_drafted_texts import EAGLE3
 
 from penstock import LLM, GuidedDecodingParams, SamplingParams
 from penstock.hub.folder import local_folder
@@ -78,27 +80,6 @@ def test_rows_with_and_without_a_grammar_share_steps(engine):
         assert engine.deltas[rid][-1].finish is FinishReason.STOP
     assert re.fullmatch("[xyz]{8}", text_of(engine, drawn))
     assert engine.engine.grammars.num_matchers == 0
-
-
-def test_rows_beside_it_may_have_drafts():
-    """Their further rows of logits move the places of masks."""
-    asked = {"sampling": {"logit_bias": {TOKENIZER.encode("a")[-1]: 100.0}}}  # repeats itself
-
-    def outputs(**settings) -> list[list[int]]:
-        engine = LocalEngine("tiny", max_batch_size=8, **settings)
-        rids = []
-        for i in range(3):
-            rids.append(submit(engine, f"Say {i}", max_tokens=24, **asked))
-            rids.append(submit(engine, f"Tell me {i}", json=SCHEMA))
-        engine.run()
-        assert bool(engine.counters.accepted_tokens) == bool(settings)
-        assert engine.counters.known_tokens
-        for rid in rids[1::2]:
-            jsonschema.validate(json.loads(text_of(engine, rid)), SCHEMA)
-        return [engine.tokens(rid) for rid in rids]
-
-    ngram = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
-    assert outputs(speculative_config=ngram) == outputs()
 
 
 FORTY = {
@@ -214,7 +195,7 @@ def test_outputs_of_any_schema_are_valid(engine, schemas):
         )
 
 
-def test_two_ranks_write_what_one_does(engine):
+def test_two_ranks_with_drafts_write_what_one_does_without(engine):
     if engine.engine.config.depth == 2:
         pytest.skip("once is enough")
     asked = ({"json": SCHEMA}, {"regex": "[a-f]{9}"}, {"choice": ["left", "right"]})
@@ -224,7 +205,8 @@ def test_two_ranks_write_what_one_does(engine):
         SamplingParams(max_tokens=200, temperature=0, guided_decoding=GuidedDecodingParams(**one))
         for one in asked
     ]
-    with LLM("tiny", tensor_parallel_size=2, device="cpu", num_threads=1) as llm:
+    settings = {"tensor_parallel_size": 2, "speculative_config": EAGLE3 | FIXED}
+    with LLM("tiny", device="cpu", num_threads=1, **settings) as llm:
         outputs = llm.generate(["Tell me"] * 3, params, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]
     assert texts == [text_of(engine, rid) for rid in rids]

@@ -213,6 +213,35 @@ def test_what_was_marked_for_the_cache_is_found_there(client):
     assert found >= 64 and rest < first - 64
 
 
+def test_drafts_change_no_streamed_reply(client):
+    """Tools called freely and by a grammar, reasoning freely and within a budget."""
+
+    def said(client, line, **changes) -> tuple:
+        choices = streamed(client, line, **changes)
+        deltas = [one.delta for one in choices]
+        calls = [piece.function for delta in deltas for piece in delta.tool_calls or ()]
+        return (
+            [call.name for call in calls if call.name],
+            "".join(call.arguments or "" for call in calls),
+            "".join(delta.content or "" for delta in deltas),
+            "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas),
+            choices[-1].finish_reason,
+        )
+
+    budget = {"extra_body": asked(REASONING[0])["extra_body"] | {"thinking_token_budget": 9}}
+    free = [(line, {}) for line in (*CALLS[:2], *REASONING[:2])]
+    by_grammar = [(line, {"tool_choice": "required"}) for line in CALLS]
+    by_grammar.append((CALLS[0], {"tool_choice": "required", "temperature": 0.8, "seed": 3}))
+    drafting, accepted = {"decoding_type": "NGram", "adaptive_draft_len": False}, 0.0
+    with Server("tiny", speculative_config=drafting) as server:
+        drafted = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        for kind in (free, by_grammar, [(REASONING[0], budget)]):
+            for line, changes in kind:
+                assert said(drafted, line, **changes) == said(client, line, **changes)
+            before, accepted = accepted, server.counters()["accepted_tokens"]
+            assert accepted > before
+
+
 def test_the_parsers_can_be_switched_off_and_requests_be_trusted_with_templates():
     flags = ("--reasoning_parser", "none", "--tool_parser", "none", "--trust_request_chat_template")
     with Server("tiny", *flags) as server:

@@ -1,9 +1,19 @@
 """Followers: what is kept per request beside the core and moves on with its committed tokens."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.types.request import Request
+
+
+class LateEntry(NamedTuple):
+    """A request with `late_inputs` in a step that is about to be sampled: row `position` of its
+    logits is the request's first, row `position + j` has been fed the first j of `drafts`."""
+
+    request: Request
+    position: int
+    drafts: list[int]
+    is_void: bool  # its tokens are known already: it must keep none of the drafts
 
 
 class Follower(Protocol):

@@ -5,10 +5,11 @@ executor, the inbox, the outbox and the clock are handed in.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from penstock.core.followers import LateEntry
 from penstock.core.scheduler import Scheduler
 from penstock.ipc.messages import Abort, ClientLeft, Deltas, Message, Stats, Submit
 from penstock.types.outputs import TokenDelta
@@ -62,7 +63,7 @@ class EngineLoop:
         depth: int,
         clock: Callable[[], float],
         describe: Callable[[StepPlan, StepResult, float], IterationStats],
-        late_inputs: Callable[[StepPlan], LateInputs] = lambda plan: LateInputs(),
+        late_inputs: Callable[[Sequence[LateEntry]], LateInputs] = lambda entries: LateInputs(),
         when_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         """`when_idle`: a bit of work that can wait, and whether there is more of it; a request that
@@ -150,7 +151,10 @@ class EngineLoop:
         self._counters.max_steps_in_flight = max(self._counters.max_steps_in_flight, in_flight)
 
     def _sample(self, step: _Step) -> None:
-        step.handle = self._executor.sample(step.plan.step_id, self._late_inputs(step.plan))
+        late = LateInputs()
+        if step.plan.needs_late_inputs:
+            late = self._late_inputs(self._scheduler.late_entries())
+        step.handle = self._executor.sample(step.plan.step_id, late)
 
     def _commit(self) -> None:
         step = self._steps.popleft()

@@ -14,7 +14,7 @@ from itertools import takewhile
 from penstock.config.run import QueuePolicy, RunConfig
 from penstock.core.deltas import logprob_tuple, new_prompt_logprobs, report
 from penstock.core.drafts import DraftsPerDecode, Lengths
-from penstock.core.followers import Follower
+from penstock.core.followers import Follower, LateEntry
 from penstock.core.gates import Gate
 from penstock.core.kv.manager import KVManager
 from penstock.core.placement import Placement
@@ -214,11 +214,8 @@ class Scheduler:
         return is_free and not seq.is_prefilling and seq.wants_tokens
 
     def _num_drafts(self, seq: Sequence, num_spare: int) -> int:
-        """Of what its row has drafted: as much as may be of use, and never a block of another's.
-
-        Late inputs are for one position, so nothing is drafted where there are any.
-        """
-        if not seq.num_drafts or seq.request.late_inputs:
+        """Of what its row has drafted: as much as may be of use, and never a block of another's."""
+        if not seq.num_drafts or not seq.request.takes_drafts:
             return 0
         num_drafts = max(0, min(seq.num_drafts, seq.num_wanted - 1, num_spare))
         assert seq.holder is not None
@@ -361,6 +358,18 @@ class Scheduler:
         builder.join(seq, num_computed)
         return True
 
+    def late_entries(self) -> list[LateEntry]:
+        """Of the oldest step in flight: those whose sampling depends on the commits before it."""
+        _, entries = self._in_flight[0]
+        found, position = [], 0
+        for entry in entries:
+            seq, num_rows = entry.seq, entry.num_logit_rows
+            if num_rows and seq.request.late_inputs and self._is_live(entry):
+                drafts = [one for one in seq.drafts[: num_rows - 1] if one >= 0]
+                found.append(LateEntry(seq.request, position, drafts, seq.num_void > 0))
+            position += num_rows
+        return found
+
     # Up: one result
 
     def commit(self, result: StepResult) -> list[TokenDelta]:
@@ -370,12 +379,14 @@ class Scheduler:
         deltas: list[TokenDelta] = []
         # As lists at once: one number out of an array takes as long as the rest of an entry.
         tokens, numbers = result.token_ids.tolist(), result.num_accepted.tolist()
-        num_drafts = result.num_drafts.tolist()
+        num_drafts, drafts = result.num_drafts.tolist(), result.drafts
         for i, entry in enumerate(entries):
-            seq = entry.seq
-            if seq.state is not State.RUNNING or seq.epoch != entry.epoch:
+            if not self._is_live(entry):
                 continue
+            seq = entry.seq
             seq.num_drafts = num_drafts[i]
+            if drafts is not None:
+                seq.drafts = drafts[i]
             if why := result.error or result.failures.get(i):
                 deltas.append(self._fail(seq, why))
             elif delta := self._commit_entry(entry, i, tokens[i][: numbers[i]], result):
@@ -385,6 +396,10 @@ class Scheduler:
         self._counters.steps += 1
         self._gauge()
         return deltas
+
+    def _is_live(self, entry: Entry) -> bool:
+        """Its sequence has neither ended nor been preempted since it was planned."""
+        return entry.seq.state is State.RUNNING and entry.seq.epoch == entry.epoch
 
     def _commit_entry(
         self, entry: Entry, i: int, new_ids: list[int], result: StepResult

@@ -4,6 +4,7 @@ Lengths here are what has been committed; what is in flight is counted, never gu
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from enum import Enum
 
 import numpy as np
@@ -63,7 +64,9 @@ class Sequence:
         self.num_prefill = 0  # tokens this epoch must compute or take over before it decodes
         self.num_planned = 0  # of these, how many have been planned
         self.num_pending = 0  # tokens that steps in flight bring at most
-        self.num_drafts = 0  # tokens its row has drafted, as far as results have come
+        # What its row has drafted, as far as results have come; how many of them are for now.
+        self.drafts: Seq[int] = ()
+        self.num_drafts = 0
         self.num_in_flight = 0  # all planned steps in flight
         self.num_void = 0  # the first of these, whose tokens are known already (`extend`)
         self.is_extended = False  # its row must be told of its newest tokens
@@ -147,7 +150,7 @@ class Sequence:
         self.row, self.holder = -1, None
         self.num_prefill = self.num_planned = self.num_pending = self.num_in_flight = 0
         self.is_leaving = self.is_extended = False
-        self.num_drafts = self.num_void = 0
+        self.drafts, self.num_drafts, self.num_void = (), 0, 0
 
     def _move(self, to: State) -> None:
         assert to in _EDGES[self.state], (self.id, self.state, to)

@@ -2,8 +2,9 @@
 and what closes the reasoning of those with a thinking budget (`thinking.py`).
 
 A gate holds a request until its grammar is compiled, a follower moves its matcher on with committed
-tokens, and `late_inputs` asks all matchers of a step which tokens they allow, while the device runs
-the forward. Knows no text and no device; how grammars are written is in `text/grammars`.
+tokens, and `late_inputs` asks all matchers of a step which tokens they allow, behind drafts, too,
+while the device runs the forward. Knows no text and no device; how grammars are written is in
+`text/grammars`.
 """
 
 import os
@@ -13,18 +14,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from importlib import import_module
+from itertools import takewhile
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from penstock import log
 from penstock.config.schema import EngineConfig
+from penstock.core.followers import LateEntry
 from penstock.engine.thinking import Thinking
 from penstock.errors import RequestError
 from penstock.types.model_spec import ModelSpec
 from penstock.types.request import Request
-from penstock.types.step import Int32s, LateInputs, StepPlan
+from penstock.types.step import Int32s, LateInputs
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -58,21 +61,65 @@ class _Running:
         self._foreign_ids = [one for one in eos_ids if one not in request.stop_ids]
 
     @property
-    def has_mask(self) -> bool:
-        return self.matcher is not None or (self.thinking is not None and self.thinking.has_mask)
-
-    @property
     def error(self) -> str | None:
         if self.matcher is None or not self.matcher.is_error():
             return None
         return f"the output left its grammar: {self.matcher.get_error()}"
 
-    def fill(self, words_W: Int32s) -> None:
+    def places(self, drafts: list[int]) -> "list[_Place]":
+        """Where its next token stands, and behind each of the drafts that may be that token: behind
+        one that may not, or behind the end of the output, nothing counts."""
+        places = [_Place(self, self.num_tokens, self.thinking)]
+        if self.error is not None:
+            return places
+        drafts = [*takewhile(self._goes_on, drafts)]
+        if self.matcher is not None and drafts:
+            drafts = drafts[: self.matcher.validate_tokens(drafts)]
+        for draft in drafts:
+            thinking = places[-1].thinking
+            if thinking is not None:
+                if not thinking.allows(draft):
+                    break
+                thinking = thinking.behind(draft)
+            places.append(_Place(self, self.num_tokens + len(places), thinking))
+        return places
+
+    def _goes_on(self, draft: int) -> bool:
+        return draft not in self._stop_ids and draft not in self._foreign_ids
+
+    def fill_ends(self, num_tokens: int, words_W: Int32s) -> None:
         """What the matcher left out of its mask: which ends are allowed."""
-        if self.matcher is None:
+        if self._foreign_ids:
+            _clear(words_W, self._foreign_ids)
+        if num_tokens < self._min_tokens:
+            others_W = words_W.copy()
+            _clear(others_W, self._stop_ids)
+            if others_W.any():  # else nothing but the end is possible
+                words_W[:] = others_W
+        if self.error is not None:
+            # Any token will do: with its commit the request fails, and says why. Without one the
+            # row would look as if the model were broken.
+            words_W[:] = -1
+
+
+class _Place(NamedTuple):
+    """Of one token to draw."""
+
+    running: _Running
+    num_tokens: int  # of the output before it
+    thinking: Thinking | None
+
+    @property
+    def has_mask(self) -> bool:
+        has_matcher = self.running.matcher is not None
+        return has_matcher or (self.thinking is not None and self.thinking.has_mask)
+
+    def fill(self, words_W: Int32s) -> None:
+        """What the matcher, if there is one, left out of its mask."""
+        if self.running.matcher is None:
             words_W[:] = -1
         else:
-            self._fill_ends(words_W)
+            self.running.fill_ends(self.num_tokens, words_W)
         if self.thinking is None:
             return
         if self.thinking.forced:
@@ -82,18 +129,24 @@ class _Running:
         elif self.thinking.banned is not None:
             _clear(words_W, (self.thinking.banned,))
 
-    def _fill_ends(self, words_W: Int32s) -> None:
-        if self._foreign_ids:
-            _clear(words_W, self._foreign_ids)
-        if self.num_tokens < self._min_tokens:
-            others_W = words_W.copy()
-            _clear(others_W, self._stop_ids)
-            if others_W.any():  # else nothing but the end is possible
-                words_W[:] = others_W
-        if self.error is not None:
-            # Any token will do: with its commit the request fails, and says why. Without one the
-            # row would look as if the model were broken.
-            words_W[:] = -1
+
+class _Refused(NamedTuple):
+    """In the place of a token that is known already: another one than the draft, which is not kept
+    then."""
+
+    draft: int
+
+    def fill(self, words_W: Int32s) -> None:
+        words_W[:] = -1
+        _clear(words_W, (self.draft,))
+
+
+class _Walk(NamedTuple):
+    """The masks of a matcher's next token and behind each of these drafts."""
+
+    matcher: "LLMatcher"
+    first: int
+    drafts: list[int]
 
 
 def _clear(words_W: Int32s, token_ids: Sequence[int]) -> None:
@@ -120,7 +173,6 @@ class Grammars:
         # By request id: its grammar, wherever the others have pushed it, and until when it waits.
         self._waiting: dict[int, tuple[Future[LLMatcher], float]] = {}
         self._running: dict[int, _Running] = {}  # by request id, once its grammar is compiled
-        self._by_row: dict[tuple[int, int], int] = {}  # (data-parallel rank, row) -> request id
 
     @property
     def num_matchers(self) -> int:
@@ -212,48 +264,58 @@ class Grammars:
 
     # Late inputs
 
-    def late_inputs(self, plan: StepPlan) -> LateInputs:
-        """One mask for every row of logits whose request has a matcher."""
-        for join in plan.joins:
-            row = join.dp_rank, join.row
-            if join.request_id in self._running:
-                self._by_row[row] = join.request_id
-            else:
-                self._by_row.pop(row, None)
-        if not plan.needs_late_inputs:
-            return _NOTHING
+    def late_inputs(self, entries: Sequence[LateEntry]) -> LateInputs:
+        """A mask for every row of logits that may count and is not free."""
         positions: list[int] = []
-        matched: list[_Running] = []
-        position = 0
-        for row, num_rows in zip(
-            zip(plan.dp_ranks.tolist(), plan.rows.tolist(), strict=True),
-            plan.num_logit_rows.tolist(),
-            strict=True,
-        ):
+        places: list[_Place | _Refused] = []
+        walks: list[_Walk] = []
+        for entry in entries:
             # A request that has ended meanwhile has none, and its token is dropped.
-            running = self._running.get(self._by_row.get(row, -1))
-            if running is not None and running.has_mask and num_rows:
-                positions.append(position)
-                matched.append(running)
-            position += num_rows
-        if not matched:
+            running = self._running.get(entry.request.id)
+            if running is None:
+                continue
+            if entry.is_void:
+                if entry.drafts:
+                    positions.append(entry.position)
+                    places.append(_Refused(entry.drafts[0]))
+                continue
+            ahead = running.places(entry.drafts)
+            if running.matcher is not None and running.error is None:
+                drafts = entry.drafts[: len(ahead) - 1]
+                walks.append(_Walk(running.matcher, len(positions), drafts))
+            for offset, place in enumerate(ahead):
+                if place.has_mask:
+                    positions.append(entry.position + offset)
+                    places.append(place)
+        if not positions:
             return _NOTHING
-        return LateInputs(positions=np.array(positions, np.int32), bitmasks=self._masks(matched))
-
-    def _masks(self, matched: Sequence[_Running]) -> Int32s:
-        masks_NW = np.zeros((len(matched), self._num_words), np.int32)
-        num_bytes = masks_NW.shape[1] * masks_NW.itemsize
-        matchers = [(one.matcher, i) for i, one in enumerate(matched) if one.matcher is not None]
-        if len(matchers) < 2 or self._executor is None:
-            for matcher, i in matchers:
-                matcher.unsafe_compute_mask_ptr(masks_NW[i].ctypes.data, num_bytes)
-        else:
-            self._executor.unsafe_compute_mask_ptr(
-                matchers, masks_NW.ctypes.data, num_bytes, len(matched)
-            )
-        for one, mask_W in zip(matched, masks_NW, strict=True):
+        masks_NW = np.zeros((len(places), self._num_words), np.int32)
+        self._walk(walks, masks_NW)
+        for one, mask_W in zip(places, masks_NW, strict=True):
             one.fill(mask_W)
-        return masks_NW
+        return LateInputs(positions=np.array(positions, np.int32), bitmasks=masks_NW)
+
+    def _walk(self, walks: Sequence[_Walk], masks_NW: Int32s) -> None:
+        """Drafts are walked by a copy: what breaks it has not happened yet."""
+        start, num_bytes = masks_NW.ctypes.data, masks_NW.strides[0]
+        walkers = [walk.matcher.deep_copy() if walk.drafts else walk.matcher for walk in walks]
+        if len(walks) < 2 or self._executor is None:
+            for matcher, (_, first, drafts) in zip(walkers, walks, strict=True):
+                matcher.unsafe_compute_mask_ptr(start + first * num_bytes, num_bytes)
+                for number, draft in enumerate(drafts, first + 1):
+                    matcher.try_consume_tokens([draft])
+                    matcher.unsafe_compute_mask_ptr(start + number * num_bytes, num_bytes)
+        else:
+            asked = [(m, walk.first, walk.drafts) for m, walk in zip(walkers, walks, strict=True)]
+            target = start, num_bytes, len(masks_NW)
+            if single := [(matcher, first) for matcher, first, drafts in asked if not drafts]:
+                self._executor.unsafe_compute_mask_ptr(single, *target)
+            if drafted := [one for one in asked if one[-1]]:
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
+        for matcher, (own, first, drafts) in zip(walkers, walks, strict=True):
+            if drafts and matcher.is_error():
+                own.unsafe_compute_mask_ptr(start + first * num_bytes, num_bytes)
+                masks_NW[first + 1 : first + 1 + len(drafts)] = -1  # as `fill_ends` does
 
     @cached_property
     def _executor(self) -> "LLExecutor | None":

@@ -1,6 +1,7 @@
 """`Thinking`: one request's reasoning and its budget; where that is used up, the end is forced."""
 
 from collections.abc import Sequence
+from copy import copy
 
 from penstock.types.request import ThinkingBudget
 
@@ -23,6 +24,15 @@ class Thinking:
     @property
     def has_mask(self) -> bool:
         return bool(self.forced) or self.banned is not None
+
+    def allows(self, token_id: int) -> bool:
+        return token_id != self.banned and token_id in (self.forced[:1] or (token_id,))
+
+    def behind(self, token_id: int) -> "Thinking":
+        """As it would be, had this token come."""
+        ahead = copy(self)
+        ahead.on_commit((token_id,))
+        return ahead
 
     def on_commit(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:

@@ -73,7 +73,7 @@ def make_requests(
         priority=ask.priority,
         cache_keys=_cache_keys(ask),
         stream_interval=stream_interval,
-        # A processor sees the tokens before it: nothing is drafted, the last step is committed.
+        # A processor sees all tokens before the one that is drawn, so the last step is committed.
         late_inputs=is_led or bool(sampling.logits_processors),
         pooling=ask.pooling,
         grammar=None if grammar is None else Grammar(text=grammar, min_tokens=sampling.min_tokens),

@@ -54,7 +54,8 @@ class RelaxedDraws:
         if isinstance(self._asked, ThinkingDrafts):
             rank_L = (log_probs_LV > own_L1).sum(1)
             least_L = log_probs_LV.amax(1).exp() - self._asked.delta
-            return (rank_L < self._asked.top_k) & (own_L1[:, 0].exp() >= least_L)
+            is_likely_L = (own_L1[:, 0] > -torch.inf) & (own_L1[:, 0].exp() >= least_L)
+            return is_likely_L & (rank_L < self._asked.top_k)
         entropy_L = -(log_probs_LV.exp() * log_probs_LV.clamp(min=-1e4)).sum(1)
         threshold = self._asked.threshold
         least_L = (threshold**0.5 * (-entropy_L).exp()).clamp(max=threshold)

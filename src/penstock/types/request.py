@@ -124,6 +124,11 @@ class Request:
         """Whether followers want to know when it ends."""
         return self.late_inputs or self.adapter is not None
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Processors of other packages see each token before the next one is drawn."""
+        return not self.sampling.logits_processors
+
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_ids, np.ndarray):
             object.__setattr__(self, "prompt_ids", np.array(self.prompt_ids, np.int32))

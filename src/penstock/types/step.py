@@ -236,6 +236,13 @@ class StepResult:
     ran_as: RanAs = RanAs.EAGER
 
     @property
+    def drafts(self) -> list[list[int]] | None:
+        drafts: list[list[int]] | None = None
+        if self.draft_ids is not None:
+            drafts = self.draft_ids.tolist()
+        return drafts
+
+    @property
     def num_drafts(self) -> Int32s:
         """What each entry's row has drafted."""
         if self.draft_ids is None:

@@ -13,6 +13,7 @@ from penstock.config.run import CapacityPolicy
 from penstock.core.plan_builder import PlanBuilder
 from penstock.ipc.messages import Abort
 from penstock.types.request import FinishReason, request_id
+from penstock.types.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -160,7 +161,9 @@ class Foreseeing:
         self.texts[request.id] = (*self.texts.get(request.id, request.prompt_ids), *token_ids)
 
     def known_tokens(self, request):
-        text = tuple(int(one) for one in self.texts[request.id])
+        return self.following(tuple(int(one) for one in self.texts[request.id]))
+
+    def following(self, text):
         return oracle(text, max(0, next_token((-2, *text)) % 12 - 4))
 
     def on_close(self, request):
@@ -179,6 +182,34 @@ def test_tokens_that_must_come_are_not_drawn(depth, num_states):
     assert engine.tokens[known] == engine.tokens[drawn] == oracle(PROMPT, 40)
     assert engine.counters.generated_tokens == 80
     assert engine.counters.known_tokens > 10
+    engine.assert_empty()
+
+
+def test_a_request_with_processors_that_see_each_token_is_not_drafted_for():
+    engine = Engine(drafts=lambda text: (2, 2))
+    for processors in ({}, {"its_name": {}}):
+        drafted = engine.counters.drafted_tokens
+        sampling = SamplingParams(logits_processors=processors)
+        engine.submit(PROMPT, max_tokens=9, sampling=sampling, late_inputs=True)
+        engine.run_dry()
+        assert (engine.counters.drafted_tokens > drafted) == (not processors)
+
+
+@pytest.mark.parametrize("num_states", [None, 3])
+def test_a_step_in_flight_keeps_no_draft_where_its_tokens_are_known_by_then(num_states):
+    """The draft is the token that is allowed behind those that are known."""
+    engine, foreseeing = Engine(depth=2, num_states=num_states, drafts=some_drafts), Foreseeing()
+    engine.scheduler.add_follower(foreseeing)
+
+    def draft(plan, i, row):
+        text = tuple(row.text)
+        return [next_token((*text, *foreseeing.following(text)))]
+
+    engine.device._draft = draft
+    rid = engine.submit(PROMPT, max_tokens=40, late_inputs=True)
+    engine.run_dry()
+    assert engine.tokens[rid] == oracle(PROMPT, 40)
+    assert engine.counters.known_tokens > 10 and engine.counters.drafted_tokens > 3
     engine.assert_empty()
 
 

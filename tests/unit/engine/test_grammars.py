@@ -1,24 +1,26 @@
 """The matchers of an engine: compiled aside, shared, bounded, and where their time is up."""
 
+import random
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from penstock.config.schema import EngineConfig
+from penstock.core.followers import LateEntry
 from penstock.engine import grammars
 from penstock.engine.grammars import Grammars
+from penstock.engine.vocabulary import make_executor
 from penstock.errors import RequestError
 from penstock.hub.folder import local_folder
 from penstock.models.spec import parse_model_spec
-from penstock.types.request import Grammar, Request
+from penstock.types.request import Grammar, Request, ThinkingBudget
 from penstock.types.sampling import SamplingParams
-from penstock.types.step import BlockGrowth, RowJoin, StepPlan
 
 TINY = EngineConfig(model="tiny")
 SPEC = parse_model_spec(local_folder("tiny"))
-NONE = np.zeros(0, np.int32)
 
 
 def request(number: int, text: str, **fields) -> Request:
@@ -34,30 +36,8 @@ def request(number: int, text: str, **fields) -> Request:
     )
 
 
-def plan(joins: list[tuple[int, int]], rows: list[int], num_logit_rows: list[int]) -> StepPlan:
-    """`joins`: (request id, row)."""
-    empty = BlockGrowth(dp_ranks=NONE, groups=NONE, rows=NONE, indices=NONE, block_ids=NONE)
-    zeros = np.zeros(len(rows), np.int32)
-    return StepPlan(
-        step_id=0,
-        joins=tuple(
-            RowJoin(
-                request_id=number, dp_rank=0, row=row, token_ids=np.array([5], np.int32),
-                num_computed=0, num_prompt=1, sampling=SamplingParams(), stop_ids=(),
-            )
-            for number, row in joins
-        ),
-        growth=empty,
-        cache_ops=(),
-        dp_ranks=zeros,
-        rows=np.array(rows, np.int32),
-        starts=zeros,
-        num_tokens=zeros,
-        num_logit_rows=np.array(num_logit_rows, np.int32),
-        max_kv_lens=zeros,
-        num_decodes=0,
-        needs_late_inputs=True,
-    )  # fmt: skip
+def entry(request: Request, position: int = 0, *drafts: int, is_void: bool = False) -> LateEntry:
+    return LateEntry(request, position, [*drafts], is_void)
 
 
 def wait(held: Grammars, *requests: Request) -> None:
@@ -73,21 +53,20 @@ def test_masks_name_the_logit_rows_of_requests_that_have_matchers():
     held = Grammars(TINY, SPEC)
     first, second = request(1, 'start: "a"'), request(2, 'start: "b"')
     wait(held, first, second)
-    # rows 3 and 1 are theirs, row 0 is another's; the chunk of row 1 does not reach its end
-    late = held.late_inputs(plan([(1, 3), (2, 1), (9, 0)], [0, 3, 1], [1, 1, 0]))
+    late = held.late_inputs([entry(first, 1), entry(request(9, 'start: "c"'), 2)])
     assert late.positions.tolist() == [1]
     assert late.bitmasks.shape == (1, -(-SPEC.vocab_size // 32))
-    late = held.late_inputs(plan([], [0, 3, 1], [2, 1, 1]))
+    late = held.late_inputs([entry(second, 2), entry(first, 3)])
     assert late.positions.tolist() == [2, 3]
-    token_a, token_b = (allowed(words) for words in late.bitmasks)
+    token_b, token_a = (allowed(words) for words in late.bitmasks)
     assert len(token_a) == len(token_b) == 1 and token_a != token_b
     assert held.on_commit(first, [*token_a]) is None
-    late = held.late_inputs(plan([(2, 4)], [3, 4], [1, 1]))  # the second has moved
+    late = held.late_inputs([entry(first), entry(second, 1)])
     assert allowed(late.bitmasks[0]) == set(SPEC.eos_token_ids)
     assert allowed(late.bitmasks[1]) == token_b
     assert "left its grammar" in held.on_commit(second, [*token_a])
     held.on_close(first)
-    assert held.late_inputs(plan([], [3], [1])).positions.tolist() == []
+    assert held.late_inputs([entry(first)]).positions.tolist() == []
     held.on_close(second)
     assert held.num_matchers == 0
 
@@ -95,11 +74,86 @@ def test_masks_name_the_logit_rows_of_requests_that_have_matchers():
 def test_several_tokens_may_be_committed_at_once():
     held, one = Grammars(TINY, SPEC), request(1, "start: /[ab]{4}/")
     wait(held, one)
-    late = held.late_inputs(plan([(1, 0)], [0], [1]))
-    tokens = sorted(allowed(late.bitmasks[0]))
+    tokens = sorted(allowed(held.late_inputs([entry(one)]).bitmasks[0]))
     assert held.on_commit(one, [tokens[0]]) is None
-    late = held.late_inputs(plan([], [0], [1]))
+    late = held.late_inputs([entry(one)])
     assert held.on_commit(one, [min(allowed(late.bitmasks[0])), *SPEC.eos_token_ids]) is None
+
+
+@pytest.mark.parametrize("num_threads", [None, 2])
+def test_the_mask_behind_drafts_is_the_one_that_comes_when_they_are_committed(num_threads):
+    """One entry, and several, whose masks threads make."""
+    held = Grammars(TINY, SPEC)
+    held._executor = num_threads and make_executor(num_threads)
+    grammar = Grammar(text="start: /[ab]{4}[0-9]{0,3}/", min_tokens=5)
+    rng = random.Random(3)
+    requests = [replace(request(number, ""), grammar=grammar) for number in range(4)]
+    wait(held, *requests)
+    texts = {one.id: [] for one in requests}
+
+    def masks(entries) -> dict[int, set[int]]:
+        late = held.late_inputs(entries)
+        return dict(zip(late.positions.tolist(), map(allowed, late.bitmasks), strict=True))
+
+    for one in requests:  # what comes, by the mask of one token at a time
+        while not texts[one.id] or texts[one.id][-1] not in SPEC.eos_token_ids:
+            [choices] = masks([entry(one)]).values()
+            texts[one.id].append(rng.choice(sorted(choices)))
+            assert held.on_commit(one, texts[one.id][-1:]) is None
+        held.on_close(one)
+    for size in (1, 2, 3):
+        again = [replace(one, id=10 * size + one.id) for one in requests]
+        wait(held, *again)
+        firsts = range(2, 100, 5)
+        drafts = [texts[one.id % 10][:size] for one in again]
+        drafts[1] = [*drafts[1][:-1], 7]  # forbidden: nothing counts behind it
+        drafts[2] = drafts[2] * (size < 3)  # some have none
+        entries = [entry(one, at) for one, at in zip(again, firsts, strict=False)]
+        drafted = zip(again, firsts, drafts, strict=False)
+        ahead = masks([entry(one, at, *ids) for one, at, ids in drafted])
+        num_rows = [1 + size, size, 1 + size * (size < 3), 1 + size]
+        places = [range(at, at + num) for at, num in zip(firsts, num_rows, strict=False)]
+        assert [*ahead] == [at for own in places for at in own]
+        for offset in range(1 + size):
+            for at, mask in masks(entries).items():
+                assert ahead.get(at + offset, mask) == mask
+            for one, ids in zip(again, drafts, strict=True):
+                if ids[offset:] and ids[offset] != 7:
+                    assert held.on_commit(one, [ids[offset]]) is None
+
+
+def test_behind_the_end_of_an_output_nothing_counts():
+    held, one = Grammars(TINY, SPEC), request(1, 'start: "a" "7"?')
+    wait(held, one)
+    [a] = allowed(held.late_inputs([entry(one)]).bitmasks[0])
+    late = held.late_inputs([entry(one, 0, a, *SPEC.eos_token_ids, a)])
+    assert late.positions.tolist() == [0, 1] and set(SPEC.eos_token_ids) < allowed(late.bitmasks[1])
+
+
+def test_no_draft_is_kept_in_the_place_of_tokens_that_are_known():
+    held, one = Grammars(TINY, SPEC), request(1, 'start: "ab"')
+    wait(held, one)
+    assert not len(held.late_inputs([entry(one, 3, is_void=True)]).positions)
+    late = held.late_inputs([entry(one, 3, 8, 9, is_void=True)])
+    assert late.positions.tolist() == [3]
+    assert {*range(SPEC.vocab_size)} - allowed(late.bitmasks[0]) == {8}
+
+
+def test_a_budget_is_kept_behind_drafts():
+    opening, closing, word = (40,), (41,), 50
+    budget = ThinkingBudget(
+        num_tokens=2, is_open=True, opening=opening, closing=closing, ending=(60, 41)
+    )
+    held = Grammars(TINY, SPEC)
+    one = replace(request(1, ""), grammar=None, thinking=budget)
+    wait(held, one)
+    late = held.late_inputs([entry(one, 0, word, word, 60, 41)])
+    assert late.positions.tolist() == [2, 3]
+    assert [allowed(words) for words in late.bitmasks] == [{60}, {41}]
+    late = held.late_inputs([entry(one, 0, word, word, 41)])  # not yet
+    assert late.positions.tolist() == [2] and allowed(late.bitmasks[0]) == {60}
+    assert held.on_commit(one, [word, word]) is None
+    assert held.late_inputs([entry(one, 5)]).positions.tolist() == [5]
 
 
 def test_equal_grammars_are_compiled_once_and_the_oldest_are_forgotten(monkeypatch):

@@ -112,3 +112,16 @@ def test_a_row_that_joins_begins_anew(token):
         logits_LV.argmax(-1), logits_LV, torch.zeros(2, dtype=torch.int64), drafted
     )
     assert taken_L.tolist() == [4 if token == BEGIN else 11, 11]
+
+
+def test_a_draft_that_a_mask_forbids_is_not_taken_however_few_are_likelier():
+    asked = ThinkingDrafts(top_k=5, delta=0.9, begin=BEGIN, end=END)
+    draws = RelaxedDraws(asked, 1, CPU)
+    draws.join([joined(0, [BEGIN])])
+    logits_LV = torch.full((2, VOCAB), -torch.inf)
+    logits_LV[:, :2] = 1.0
+    for draft, taken in ((1, 1), (7, 0)):
+        drafted = DraftedRows(np.array([2], np.int32), torch.tensor([[draft]]))
+        rows_L = torch.zeros(2, dtype=torch.int64)
+        drawn_L = draws.take(logits_LV.argmax(1), logits_LV, rows_L, drafted)
+        assert drawn_L[0] == taken
