@@ -1,5 +1,5 @@
 """Trained drafters on trained models: their drafts are right, and no token differs with and
-without, also where half of the drafts are spoiled."""
+without, also where so many are spoiled that 30 to 70 % of what is drafted is kept."""
 
 import json
 from collections import Counter
@@ -36,7 +36,7 @@ NUM_EACH, NUM_TOKENS = 1, 40  # prompts of each of 13 skills
 
 
 class Spoiled:
-    """Every other draft, by chance, is another token."""
+    """Each fifth draft, by chance, is another token; what is drafted behind it is in vain."""
 
     def __init__(self, drafter) -> None:
         self._drafter, self.max_drafts = drafter, drafter.max_drafts
@@ -47,7 +47,7 @@ class Spoiled:
 
     def draft(self, step):
         drafts_NK = self._drafter.draft(step)
-        is_spoiled = torch.rand(drafts_NK.shape, generator=self._generator) < 0.5
+        is_spoiled = torch.rand(drafts_NK.shape, generator=self._generator) < 0.2
         return torch.where(is_spoiled & (drafts_NK > 0), drafts_NK - 1, drafts_NK)
 
 
@@ -109,7 +109,8 @@ def check(name: str, batch: int, num_each: int, num_tokens: int) -> tuple[float,
 def test_trained_drafters_are_right_and_change_nothing(name):
     per_decode, right, spoiled = check(name, 8, NUM_EACH, NUM_TOKENS)
     assert per_decode > METHODS[name][2]
-    assert 0.02 < spoiled < 0.8 * right
+    assert spoiled < 0.9 * right
+    assert 0.3 < spoiled < 0.7 or name == "ngram"  # of which so many are not right in any case
 
 
 def test_tokens_are_the_same_where_drafts_come_and_go():
