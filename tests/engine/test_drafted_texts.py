@@ -115,7 +115,7 @@ def test_trained_drafters_are_right_and_change_nothing(name):
 
 def test_tokens_are_the_same_where_drafts_come_and_go():
     """Costs that change at every turn: none, one or all of what is drafted is fed, and the drafter
-    rests and goes on with tokens that it has not seen."""
+    rests and goes on with tokens, also of prompts, that it has not seen."""
     asked = prompts(TINY)
     expected = answers(engine_of(TINY, None, 4), asked)
     for drafting in (EAGLE3, SMALL):
@@ -128,11 +128,20 @@ def test_tokens_are_the_same_where_drafts_come_and_go():
             drafts._num_refused = (0, 5, 20)[turn]
             drafts._best = lambda places: [(3, 0, 0)[turn] and place % 4 for place in places]
             drafts._age = 100
-            fed.append(lengths := lengths_of(decodes))
-            return lengths
+            fed.append(lengths_of(decodes)._replace(takes_prompts=turn != 2))
+            return fed[-1]
 
         engine.engine.scheduler._drafts_per_decode = turning
+        runner, skipped = engine.loop._executor._runner, []
+        forward = runner.forward
+
+        def watching(plan, forward=forward, skipped=skipped):
+            skipped += plan.rows[plan.num_decodes :].tolist() * (not plan.is_followed)
+            forward(plan)
+
+        runner.forward = watching
         assert answers(engine, asked) == expected
+        assert skipped, "a prompt that the drafter has not seen"
         assert {one.is_followed for one in fed} == {True, False}
         assert {length for one in fed for length in one.each} == {0, 1, 2, 3}
         assert engine.counters.accepted_tokens > 0

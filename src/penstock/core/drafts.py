@@ -3,7 +3,8 @@
 A decode that feeds k drafts gives 1 + s1 + ... + sk tokens, where sj is how often the first j are
 right: of this sequence by what was seen of it lately, and of all where it has shown little. A step
 takes as long as was measured at start. The drafts that give most tokens per second are fed, which
-may be none; where it stays at none the drafter rests.
+may be none; where it stays at none the drafter rests. Where none could pay, were all of them right,
+prompts pass it by, too.
 """
 
 # N decodes of a step, R places for sequences, K most drafts
@@ -22,6 +23,7 @@ _NEW_WEIGHT = 0.02  # of one decode in the mean of all
 _OWN_DECAY = 0.98  # by decode, of what a sequence has shown
 _UNSEEN_DECAY = 0.99  # where it is not drafted for beside others that are
 _PRIOR = 16.0  # decodes that the mean of all counts for, beside a sequence's own
+_PEAK_DECAY = 0.99  # by step, of the most decodes
 _LEAST_GAIN = 1.03  # measured times are not exact
 _KEPT_STEPS = 8  # that a choice holds for, with the same sequences
 # Where drafting does not pay a drafter keeps up with the text for a while, and then rests. A few
@@ -33,6 +35,7 @@ class Lengths(NamedTuple):
     each: Seq[int]  # drafts of each decode
     most: int  # to draft behind the step
     is_followed: bool  # the drafter keeps up
+    takes_prompts: bool = True  # and anyway where the step has prompts
 
 
 class DraftsPerDecode:
@@ -51,6 +54,9 @@ class DraftsPerDecode:
         self._own_seen_RK = np.zeros((num_places, most))
         self._has_holes_R = np.zeros(num_places, bool)  # tokens that the drafter has not followed
         self._passes = [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24) if k < most] + [most]
+        # As many decodes as steps had lately, at first as many as there may be.
+        self._peak = float(num_places)
+        self._hopes = [] if costs is None else [num for num in costs.decodes if self._may_pay(num)]
         self._num_refused = self._age = 0
         self._chosen: tuple[list[int], list[int]] = ([], [])  # for which places, and how many
 
@@ -61,6 +67,9 @@ class DraftsPerDecode:
             return self._refuse(num)
         if self.costs is None or not self._most:
             return Lengths([self._most] * num, self._most, True)
+        self._peak = max(num, self._peak * _PEAK_DECAY) if num else self._peak
+        if not self._hopes or self._hopes[0] > self._peak:  # were all drafts right, they would lose
+            return Lengths([0] * num, 0, False, False)
         if not num:  # behind prompts
             return Lengths([], 0 if self._num_refused else self._most, True)
         self._age += 1
@@ -90,6 +99,16 @@ class DraftsPerDecode:
             self._num_refused = _PATIENCE + 1
         return Lengths(each, 1, True)
 
+    def _may_pay(self, num_decodes: int) -> bool:
+        """Whether there is a number of drafts that pays where all of them are right."""
+        assert self.costs is not None
+        plain = _LEAST_GAIN / self.costs.plain_seconds(num_decodes)
+        return any(
+            (1 + passes) / self.costs.seconds(num_decodes, passes, np.array([num_decodes * passes]))
+            > plain
+            for passes in self._passes
+        )
+
     def _places(self, decodes: Seq[Sequence]) -> list[int]:
         """Where what is known of each is kept."""
         places = []
@@ -98,7 +117,6 @@ class DraftsPerDecode:
             if self._owners[place] != owner:
                 self._owners[place] = owner
                 self._own_right_RK[place] = self._own_seen_RK[place] = 0.0
-                self._has_holes_R[place] = False
                 self._age = _KEPT_STEPS
             places.append(place)
         return places
@@ -124,10 +142,13 @@ class DraftsPerDecode:
         """A step has ended: which drafts were right."""
         if result.error is not None or not self._most:
             return
-        decodes = slice(plan.num_decodes)
-        places = plan.dp_ranks[decodes] * self._num_rows + plan.rows[decodes]
+        for join in plan.joins:
+            self._has_holes_R[join.dp_rank * self._num_rows + join.row] = False
+        places = plan.dp_ranks * self._num_rows + plan.rows
         if not plan.is_followed:
             self._has_holes_R[places] = True
+        decodes = slice(plan.num_decodes)
+        places = places[decodes]
         if not plan.has_drafts:
             return
         num_fed_N1 = plan.num_tokens[decodes, None] - 1

@@ -133,5 +133,5 @@ class PlanBuilder:
             num_decodes=len(self._decodes) + len(self._drafted),
             needs_late_inputs=any(e.seq.request.late_inputs for e in entries),
             max_drafts=lengths.most,
-            is_followed=lengths.is_followed or bool(self._prefills),
+            is_followed=lengths.is_followed or (bool(self._prefills) and lengths.takes_prompts),
         )

@@ -164,11 +164,14 @@ class Drafting:
             self._rows.accept_drafted(rows_N, indices_N, accepted)
         if drawn.accept is not None:  # before a graph of drafts takes the memory
             drawn.accept(accepted.num_accepted_N)
+        num_accepted_N = None if drawn.drafted is None else accepted.num_accepted_N
         if self.drafter is None:
-            return Outcome(accepted.num_accepted_N)
+            return Outcome(num_accepted_N)
         drafts_NK = self.drafter.draft(self._inputs(drawn, rows_N, indices_N, accepted))
+        if drawn.plan.max_drafts == 0:  # it only kept up
+            return Outcome(num_accepted_N)
         self._rows.drafts_RK.index_copy_(0, rows_N, drafts_NK)
-        return Outcome(accepted.num_accepted_N, drafts_NK)
+        return Outcome(num_accepted_N, drafts_NK)
 
     def keep_up(self, plan: StepPlan, fed: Fed | None) -> None:
         """Where nothing is drawn. Where other ranks draft, whose layers need this one, too, it

@@ -4,9 +4,8 @@ All ranks run these steps together, so they agree after each on the time that is
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -18,14 +17,15 @@ from penstock.types.step import LateInputs, StepPlan
 from penstock.types.step_costs import StepCosts
 
 _DECODES = (1, 4, 16, 64, 256, 1024)
-_REPEATS = 4  # the first one warms up, of the others the quickest counts: one at least
+_REPEATS = 4  # turns; the first one warms up, of the others the quickest counts: one at least
 _MOST_S = 1.5  # and what the fewest decodes take beyond it
 
 
 def measure_costs(runner: ModelRunner, config: RunConfig) -> StepCosts | None:
     """None: steps have no room for drafts. The rows have no blocks: nobody reads their cache."""
     max_drafts, num_tokens = config.max_drafts, 1 + config.max_drafts
-    if _REPEATS * num_tokens + 1 >= config.max_seq_len:
+    max_kv_len = 1 + _REPEATS * (num_tokens + 5)  # a turn feeds so many tokens of a row
+    if max_kv_len >= config.max_seq_len:
         return None
     fitting = min(config.max_batch_size, config.max_num_tokens // num_tokens)
     decodes: list[int] = []
@@ -38,43 +38,47 @@ def measure_costs(runner: ModelRunner, config: RunConfig) -> StepCosts | None:
     def is_late() -> bool:
         return most([time.monotonic() - started])[0] > _MOST_S
 
-    for num in _DECODES:
-        if num > fitting or (decodes and is_late()):
+    for num in sorted({min(num, fitting) for num in _DECODES} - {0}):
+        if decodes and is_late():
             break
         rows = np.arange(num, dtype=np.int32)
-        steps = ((1, 0, False), (1, 0, True), (1, max_drafts, True), (num_tokens, max_drafts, True))
-        seconds: list[float] = []
-        for fed, drafted, is_followed in steps:
-            _run(runner, first_tokens(rows))
-            plan = decodes_of(rows, fed, drafted, _REPEATS * num_tokens + 1)
-            plan = replace(plan, is_followed=is_followed)
-            quickest = _quickest(partial(_run, runner, plan), is_late)
-            seconds.append(max([quickest, *seconds[-1:]]))  # each does more than the one before
-        found.append(most(seconds))  # stages wait for the slowest of them
+        one, all_of_one = np.ones_like(rows), np.full_like(rows, num_tokens)
+        one_of_one = np.append(one[1:], np.int32(min(2, num_tokens)))
+        plans = [
+            replace(decodes_of(rows, fed, drafted, max_kv_len), is_followed=is_followed)
+            for fed, drafted, is_followed in (
+                *((one, 0, False), (one, 0, True), (one, max_drafts, True)),
+                *((one_of_one, max_drafts, True), (all_of_one, max_drafts, True)),
+            )
+        ]
+        _run(runner, first_tokens(rows))
+        # In turns, so that what else the machine does is the same for all of them.
+        rounds: list[list[float]] = []
+        while len(rounds) < 2 or (len(rounds) < _REPEATS and not is_late()):
+            rounds.append([_run(runner, plan) for plan in plans])
+        quickest = np.min(rounds[1:], axis=0)
+        # Each does more than the one before; stages wait for the slowest of them.
+        found.append(most(np.maximum.accumulate(quickest).tolist()))
         decodes.append(num)
     if not decodes:
         return None
-    plain, following, drafting, full = zip(*found, strict=True)
+    plain, following, drafting, single, full = zip(*found, strict=True)
     return StepCosts(
         max_drafts=max_drafts,
         decodes=tuple(decodes),
         plain=plain,
         following=following,
         drafting=drafting,
+        single=single,
         full=full,
     )
 
 
-def _quickest(act: Callable[[], float], is_late: Callable[[], bool]) -> float:
-    act()
-    found = [act()]
-    while len(found) < _REPEATS - 1 and not is_late():
-        found.append(act())
-    return min(found)
-
-
 def _run(runner: ModelRunner, plan: StepPlan) -> float:
-    started = time.perf_counter()
+    # Of a CPU others may have a share, which is none of the step's: it is given to this thread by
+    # some milliseconds, as long as several steps take.
+    clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
+    started = clock()
     runner.forward(plan)
     runner.sample(plan.step_id, LateInputs()).wait()
-    return time.perf_counter() - started
+    return clock() - started

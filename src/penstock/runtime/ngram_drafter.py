@@ -48,9 +48,11 @@ class NGramDrafter:
             )
 
     def draft(self, step: DrafterInputs) -> Tensor:
-        width, device = step.token_ids_NW.shape[1], step.rows_N.device
-        at_NW = step.indices_N.long()[:, None] + torch.arange(width, device=device)
-        self._history_RT[step.rows_N.long()[:, None], at_NW] = step.token_ids_NW.int()
+        # One index into all rows: a step takes it for each decode, drafts or not.
+        at_NW = (step.rows_N * self._history_RT.shape[1] + step.indices_N)[:, None]
+        if (width := step.token_ids_NW.shape[1]) > 1:
+            at_NW = at_NW + torch.arange(width, device=at_NW.device)
+        self._history_RT.view(-1).index_copy_(0, at_NW.view(-1), step.token_ids_NW.int().view(-1))
         if step.max_drafts == 0:
             return step.rows_N.new_full((len(step.rows_N), self.max_drafts), -1)
         return ngram_drafts(

@@ -103,9 +103,9 @@ def first_tokens(rows: Int32s) -> StepPlan:
     return _step(0, rows, np.zeros_like(rows), one, one, num_decodes=0, joins=joins)
 
 
-def decodes_of(rows: Int32s, num_fed: int, max_drafts: int, max_kv_len: int) -> StepPlan:
-    """Each row feeds so many tokens, drafted ones included, and is drafted for."""
-    starts, fed = np.full_like(rows, FROM_DEVICE), np.full_like(rows, num_fed)
+def decodes_of(rows: Int32s, num_fed: int | Int32s, max_drafts: int, max_kv_len: int) -> StepPlan:
+    """The rows feed so many tokens, drafted ones included, and are drafted for."""
+    starts, fed = np.full_like(rows, FROM_DEVICE), np.ones_like(rows) * num_fed
     bounds = np.full_like(rows, max_kv_len)
     plan = _step(0, rows, starts, fed, bounds, num_decodes=len(rows))
     return replace(plan, num_logit_rows=fed, max_drafts=max_drafts)
