@@ -237,6 +237,7 @@ class StepResult:
 
     @property
     def drafts(self) -> list[list[int]] | None:
+        """`draft_ids`, as numbers of Python."""
         drafts: list[list[int]] | None = None
         if self.draft_ids is not None:
             drafts = self.draft_ids.tolist()
