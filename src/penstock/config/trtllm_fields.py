@@ -452,7 +452,7 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def canonical(values: object) -> dict[str, Any]:
-    """The same settings with every alias replaced by its field."""
+    """The same settings with every alias replaced by its field, short forms of sections by them."""
     result: dict[str, Any] = {}
     given: dict[str, tuple[str, Any]] = {}
     for path, value in _leaves(values):
@@ -476,6 +476,9 @@ def _leaves(values: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
                 f"{name!r} is not a field name" + (f" of {prefix[:-1]}" if prefix else "")
             )
         path = prefix + name
+        kind = FIELDS[path].kind if path in FIELDS else None
+        if kind is not None and isinstance(value, str):
+            value = kind.expanded(value)
         if path in _SECTIONS and isinstance(value, Mapping) and value:
             yield from _leaves(value, path + ".")
         else:
@@ -492,8 +495,6 @@ def translate(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
         if ruling is None:
             kept[name] = value
         elif ruling.verdict is Verdict.SUPPORTED:
-            if ruling.kind is not None and isinstance(value, str):
-                value = ruling.kind.expanded(value)
             if path in _SECTIONS and isinstance(value, Mapping):
                 if ruling.kind is not None:
                     value = {**value, ruling.kind.name: ruling.kind.value(path, value)}

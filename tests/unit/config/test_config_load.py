@@ -53,6 +53,14 @@ def test_a_section_in_yaml_keeps_what_the_flags_set_in_it(yaml_file):
     assert config.kv_cache_config.free_gpu_memory_fraction == 0.8
 
 
+def test_the_short_form_of_a_section_is_a_section_that_others_add_to(yaml_file):
+    path = yaml_file("speculative_config: {max_draft_len: 3}\n")
+    sets = ["speculative_config.adaptive_draft_len=false"]
+    found = load_config({"speculative_config": "draft=small"}, path, sets).speculative_config
+    assert (found.decoding_type, found.speculative_model) == ("Draft_Target", "small")
+    assert (found.max_draft_len, found.adaptive_draft_len) == (3, False)
+
+
 def test_an_alias_in_yaml_overrides_the_flag_of_the_field(yaml_file):
     config = load_config({"attn_backend": "sdpa"}, yaml_file("attention_backend: reference"))
     assert config.attn_backend == "reference"
