@@ -97,6 +97,11 @@ def check_ranks(
             f"tensor_parallel_size is {size}, which is neither a divisor nor a multiple of the "
             f"{spec.num_kv_heads} KV heads of the model"
         )
+    if spec.delta is not None and spec.delta.num_key_heads % size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, which does not divide the {spec.delta.num_key_heads} "
+            "key heads of the model's recurrent layers"
+        )
 
 
 def _check_stages(config: EngineConfig, spec: ModelSpec) -> None:

@@ -56,6 +56,7 @@ REFUSED = [  # model, settings, why; the machine has 8 GPUs where none is named
     (DENSE, {"tp_size": 3}, "is 3, which does not divide the 8 attention heads"),
     (ODD, {"tp_size": 4}, "is 4, which is neither a divisor nor a multiple of the 6 KV"),
     (SIX, {"tp_size": 2}, "is 2, which is neither a divisor nor a multiple of the 3 KV"),
+    (RECURRENT, {"tp_size": 4}, "is 4, which does not divide the 2 key heads of the model's rec"),
     (DENSE, {"pp_size": 5}, "pipeline_parallel_size is 5, but the model has 4 layers"),
     (MIXED, {"pp_size": 4},
      "of 4 layers stage 0 has 1, which do not have all kinds of cache"),
