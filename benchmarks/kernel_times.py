@@ -44,7 +44,7 @@ PARAMS = AttentionParams(HEAD_SIZE**-0.5)
 NUM_WORKERS = 8
 
 DECODE_CONFIGS = [
-    *(decode_config(HEADS, KV_HEADS, HEAD_SIZE, 2, load) for load in Load),
+    *(decode_config(HEADS, KV_HEADS, HEAD_SIZE, 16, load) for load in Load),
     DecodeConfig(num_warps=1, tile=32, max_splits=32),
     DecodeConfig(num_warps=1, tile=32, min_span=64),
     DecodeConfig(num_stages=7, min_span=16384, max_splits=8),

@@ -41,7 +41,12 @@ def test_version_shows_configuration_choices_memory_and_times(server):
     assert shown["version"] == penstock.__version__
     assert shown["config"]["max_batch_size"] == 64
     assert shown["choices"] == [
-        {"setting": "dtype", "value": "float32", "reason": "default on a CPU"}
+        {"setting": "dtype", "value": "float32", "reason": "default on a CPU"},
+        {
+            "setting": "stream_interval",
+            "value": "1",
+            "reason": "tokens between two chunks of a stream",
+        },
     ]
     assert shown["memory"] == {"weights": 2**30, "cache": 2**31}
     assert shown["startup"][0] == {"phase": "load weights", "seconds": 1.5}

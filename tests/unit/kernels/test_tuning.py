@@ -177,12 +177,12 @@ def test_attention_is_looked_up_by_heads_and_number_formats(on_gpu):
         on_gpu("g")
         own("g", **{op: {tuned.key(**dims): {"tile": 32}}})
         if op == "decode":
-            assert decode_config(32, 8, 128, 1, Load.MANY_WAVES) == DecodeConfig(tile=32)
-            assert decode_config(32, 8, 128, 1, Load.ONE_WAVE).tile == 128
-            assert decode_config(32, 8, 128, 2, Load.MANY_WAVES).tile == 64
+            assert decode_config(32, 8, 128, 8, Load.MANY_WAVES) == DecodeConfig(tile=32)
+            assert decode_config(32, 8, 128, 8, Load.ONE_WAVE).tile == 128
+            assert decode_config(32, 8, 128, 16, Load.MANY_WAVES).tile == 64
         else:
-            assert prefill_config(32, 8, 128, 2, 1) == PrefillConfig(tile=32)
-            assert prefill_config(32, 8, 128, 2, 2) == PrefillConfig()
+            assert prefill_config(32, 8, 128, 2, 8) == PrefillConfig(tile=32)
+            assert prefill_config(32, 8, 128, 2, 16) == PrefillConfig()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_decodes_fit_into_the_shared_memory_of_any_gpu(monkeypatch, kib):
     monkeypatch.setattr(triton_decode, "shared_bytes", lambda: kib << 10)
     for load, head_size, num_bytes in itertools.product(Load, (64, 80, 128, 256), (1, 2)):
         decode_config.cache_clear()
-        c = decode_config(32, 8, head_size, num_bytes, load)
+        c = decode_config(32, 8, head_size, 8 * num_bytes, load)
         row_bytes = 2 * triton.next_power_of_2(head_size) * num_bytes
         assert c.tile * row_bytes * (c.num_stages // 2) < kib << 10
         assert c.tile // c.num_warps >= 16
