@@ -21,7 +21,7 @@ class CachedLayer(nn.Module, ABC):
     def bind_cache(self, *planes: Tensor) -> None:
         """The planes of its spec, [blocks, *block_shape] each."""
 
-    def accept(self, num_accepted_E: Tensor) -> None:
+    def accept(self, num_accepted_N: Tensor) -> None:
         """So many tokens of each sequence that decodes count, one at least; drafts behind them
         never were. Nothing to do where a token's place in the cache is its own: the next one
         overwrites it."""

@@ -8,7 +8,6 @@ inputs are kept, which are small, and those of the accepted ones go through it o
 # T tokens in the step, C hidden size, N entries, S slots
 # of this rank: H key heads, V value heads, R = V / H, X columns of the fused projection
 # K key size, D value size, E = R * D, P past inputs of the convolution, F its channels, W its taps
-# E sequences, of those with drafts
 
 import math
 from dataclasses import dataclass
@@ -193,14 +192,14 @@ class GatedDeltaNet(CachedLayer):
         wanted = self.out_proj.input_format(batch.num_tokens)
         return self.out_proj(converted(out_TVD.flatten(1), wanted), batch)
 
-    def accept(self, num_accepted_E: Tensor) -> None:
+    def accept(self, num_accepted_N: Tensor) -> None:
         """The accepted tokens' inputs once more, this time for good."""
         assert self.conv_SPF is not None and self.state_SVKD is not None, "cache not bound"
         kept, self.drafted = self.drafted, None
         if kept is None:
             return
         spans = kept.spans
-        places = kept.slots_N, spans.starts_E1, num_accepted_E, spans.num_single, spans.num_drafted
+        places = kept.slots_N, spans.starts_E1, num_accepted_N, spans.num_single, spans.num_drafted
         keep_conv(kept.qkvz_TX, self.columns_F, self.run, self.conv_SPF, *places)
         keep_delta(kept.k_THK, kept.v_TVD, kept.g_TV, kept.beta_TV, self.state_SVKD, *places)
 
