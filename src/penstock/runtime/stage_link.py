@@ -24,11 +24,6 @@ class StageLink:
         num_held = 0 if self._stage.is_first else max_tokens
         self._held_PD = torch.zeros((num_held, self._size), dtype=dtype, device=device)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of what captured steps read."""
-        return self._held_PD.nbytes
-
     def receive(self, num_tokens: int) -> Tensor | None:
         """x_TD; None: this stage begins with token ids."""
         if self._stage.is_first:
