@@ -1,12 +1,14 @@
 """Decoding types that are not drafters of this package: hidden states that are saved, and drafters
 of other packages."""
 
+import os
 import textwrap
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from local_engine import LocalEngine
 from safetensors.torch import load_file
 from tiny_models import make_checkpoint, reference_model
@@ -67,7 +69,8 @@ def test_what_cannot_be_saved_is_refused(folder, tmp_path):
     settings = saving(tmp_path / "a")
     for wrong, why in (
         ({"kv_cache_config": {}}, "set kv_cache_config.enable_block_reuse to false"),
-        ({"enable_attention_dp": True}, "leave enable_attention_dp and data_parallel_size out"),
+        ({"enable_attention_dp": True}, "leave enable_attention_dp, data_parallel_size and pi"),
+        ({"pipeline_parallel_size": 2}, "SaveState: rank 0 writes the files"),
         (saving(tmp_path, eagle3_layers_to_capture=[4]), "but the model has 4 layers"),
         (saving(folder / "config.json"), "output_directory: "),
     ):
@@ -95,6 +98,7 @@ def test_a_drafter_of_another_package_is_found_by_its_name(folder, tmp_path, mon
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: again\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[penstock.drafters]\nlast = again:Again\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)  # of other ranks
     asked = {"decoding_type": "user-provided", "drafter": "last", "max_draft_len": 3}
     asked |= {"adaptive_draft_len": False}
     engine = LocalEngine(folder, **COMMON, speculative_config=asked)
@@ -104,5 +108,12 @@ def test_a_drafter_of_another_package_is_found_by_its_name(folder, tmp_path, mon
     before = counters.accepted_tokens
     assert engine.generate(PROMPTS, 12, logit_bias={9: 100.0}) == [[9] * 12] * len(PROMPTS)
     assert counters.accepted_tokens - before > 6 * len(PROMPTS)
+    stages = LocalEngine(folder, **COMMON, speculative_config=asked, pipeline_parallel_size=2)
+    try:
+        assert stages.generate(PROMPTS, 12) == plain.generate(PROMPTS, 12)
+        assert stages.counters.drafted_tokens > 50
+    finally:
+        stages.engine._ranks.stop()
+        dist.destroy_process_group()
     with pytest.raises(ConfigError, match="no installed package has an entry point 'first' in pen"):
         LocalEngine(folder, **COMMON, speculative_config=asked | {"drafter": "first"})

@@ -4,10 +4,14 @@ replayed runs anew, from the padded inputs."""
 import pytest
 import torch.distributed as dist
 from graph_ranks import use_stand_ins
-from rank_engines import BLOCK, RankEngines
+from rank_engines import BLOCK, SIBLINGS, RankEngines
 
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
 MTP = {"decoding_type": "MTP", "max_draft_len": 2, "adaptive_draft_len": False}
+HEAD = MTP | {
+    "decoding_type": "Eagle3", "speculative_model": str(SIBLINGS.parent / "drafters/llama_eagle3"),
+    "eagle3_layers_to_capture": [4, 1, 2],
+}  # fmt: skip
 SMALL_MODEL = MTP | {"decoding_type": "Draft_Target", "speculative_model": "tiny"}
 CASES = {
     "llama, 2 stages, n-gram drafts": (
@@ -21,6 +25,14 @@ CASES = {
     "llama, 2 stages, a small model": (
         "tiny",
         {"pipeline_parallel_size": 2, "speculative_config": SMALL_MODEL},
+    ),
+    "llama, 3 stages, an Eagle3 head": (
+        "tiny",
+        {"pipeline_parallel_size": 3, "speculative_config": HEAD},
+    ),
+    "llama, 2 stages of 2 context-parallel ranks, an Eagle3 head": (
+        "tiny",
+        {"pipeline_parallel_size": 2, "context_parallel_size": 2, "speculative_config": HEAD},
     ),
     "gpt_oss, 2 stages of 2 data-parallel ranks": (
         "gpt_oss",

@@ -133,6 +133,6 @@ def test_a_step_is_the_same_whichever_stages_replay_it(tmp_path, arch, monkeypat
 def test_a_stage_behind_others_holds_room_for_what_its_graphs_read(tmp_path):
     """Allocated with the rows, so that the profile of memory has seen it."""
     first, last = stages(make_checkpoint(tmp_path, "llama"))
-    assert first._link._held_PD.nbytes == 0
+    assert first._link._held_PE.nbytes == 0
     most = max(map(sum, MIXES))
-    assert last._link._held_PD.nbytes == most * last._model.hidden_states[0] * 4  # float32
+    assert last._link._held_PE.nbytes == most * last._model.hidden_states[0] * 4  # float32

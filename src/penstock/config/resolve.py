@@ -640,10 +640,12 @@ def _state_saving(config: EngineConfig, asked: SpeculativeConfig, spec: ModelSpe
             "speculative_config.decoding_type SaveState saves what is computed, and a prefix that "
             "is reused is not; set kv_cache_config.enable_block_reuse to false"
         )
-    if config.enable_attention_dp or config.data_parallel_size > 1:
+    others = config.data_parallel_size, config.pipeline_parallel_size
+    if config.enable_attention_dp or max(others) > 1:
         raise ConfigError(
-            "speculative_config.decoding_type SaveState: one rank writes the files; leave "
-            "enable_attention_dp and data_parallel_size out"
+            "speculative_config.decoding_type SaveState: rank 0 writes the files, of all prompts "
+            "and layers; leave enable_attention_dp, data_parallel_size and pipeline_parallel_size "
+            "out"
         )
     layers = asked.eagle3_layers_to_capture
     if layers is None:

@@ -2,13 +2,7 @@
 parallelism. Values come with their reasons."""
 
 from penstock.config.launch import Place
-from penstock.config.run import (
-    Drafting,
-    ModelDrafting,
-    MTPDrafting,
-    NGramDrafting,
-    PromptBalance,
-)
+from penstock.config.run import Drafting, PromptBalance
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types.device import DeviceInfo
@@ -131,22 +125,12 @@ def check_drafting_stages(config: EngineConfig, spec: ModelSpec, drafting: Draft
     num_stages = config.pipeline_parallel_size
     if num_stages == 1 or drafting is None or config.speculative_config is None:
         return
-    why, kind = "", config.speculative_config.decoding_type
-    if not isinstance(drafting, NGramDrafting | MTPDrafting | ModelDrafting):
-        why = (
-            "drafts are made on the last stage, which has no hidden states of layers before it, "
-            "as these may read; use decoding_type NGram, MTP or Draft_Target, or leave one of the "
-            "two out"
-        )
-    elif spec.delta is not None:
-        why = (
-            "recurrent layers of earlier stages would go on before it is known which drafts count; "
-            "leave one of the two out"
-        )
-    if why:
+    if spec.delta is not None:
         raise ConfigError(
-            f"pipeline_parallel_size {num_stages} and speculative_config ({kind}) cannot be "
-            f"combined yet: {why}"
+            f"pipeline_parallel_size {num_stages} and speculative_config "
+            f"({config.speculative_config.decoding_type}) cannot be combined yet: recurrent layers "
+            "of earlier stages would go on before it is known which drafts count; leave one of the "
+            "two out"
         )
 
 

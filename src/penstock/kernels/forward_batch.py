@@ -69,7 +69,7 @@ class ForwardBatch:
     drafted: DraftedSpans | None = None  # None: no token was drafted, or no layer has a state
     runs: Runs | None = None  # None: each decode is of another sequence, as far as is known
     adapters: AdapterTokens | None = None  # None: no token has one
-    hidden_TD: Tensor | None = None  # of the stage before; None: this is the first one
+    received_TE: Tensor | None = None  # what the stage before has sent; None: this is the first one
     # host; tokens of each rank that shares MLPs with this one. None: as many as here
     rank_tokens: tuple[int, ...] | None = None
 

@@ -32,3 +32,5 @@ class LayerContext:
     experts: ExpertsContext
     num_positions: int | None = None  # of a sequence in this run; None: all the model has
     has_mtp: bool = False  # whether the model's MTP head is built
+    captured_layers: tuple[int, ...] = ()  # whose hidden states a drafter reads
+    draft_head_embeds: bool = False  # whether what drafts has the model's own embedding

@@ -144,7 +144,8 @@ class Decoder(nn.Module):
         self.hidden_states = spec.hidden_size, build.dtype, build.device
         # What other stages have is named here, too, so that names are those of the whole model.
         self.embed = cast(VocabEmbedding, Elsewhere())
-        if self.stage.is_first or (self.stage.is_last and (spec.tie_embeddings or build.has_mtp)):
+        embeds_here = spec.tie_embeddings or build.draft_head_embeds
+        if self.stage.is_first or (self.stage.is_last and embeds_here):
             self.embed = VocabEmbedding(spec.vocab_size, spec.hidden_size, build)
         self.layers = nn.ModuleList(
             self.block(spec, layer, ropes[spec.rope_of(layer)], build)
@@ -163,7 +164,12 @@ class Decoder(nn.Module):
         # Rounded as the weights are: so the model was trained.
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
         self.logit_soft_cap = spec.logit_soft_cap
-        self.captured_layers: tuple[int, ...] = ()  # whose hidden states a drafter reads
+        # Whose hidden states a drafter reads. It is on the last stage, so the others pass them on.
+        self.captured_layers = build.captured_layers
+        self._captured_before, self._captured_here = (
+            [index for index in sorted({*self.captured_layers}) if index in layers]
+            for layers in (range(self.stage.layers.start), self.stage.layers)
+        )
         self.draft_head: nn.Module | None = None  # what drafts for this model, if a module does
         if build.has_mtp and not self.stage.is_last:
             self.draft_head = Elsewhere()
@@ -188,34 +194,54 @@ class Decoder(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of every token of the step, after the final norm."""
-        x_TD, _ = self.captured(batch)
+        x_TD, _ = self.captured(batch, is_read=False)
         return x_TD
 
-    def captured(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def captured(self, batch: ForwardBatch, is_read: bool = True) -> tuple[Tensor, Tensor]:
         """The same, and those behind the captured layers one beside the other, where -1 stands for
-        the final norm; where there are none, the same twice. Of a stage that is not the last one:
-        what the next one begins with, of the tokens that this rank has."""
-        x_TD, residual_TD = self._first(batch), None
-        # Of a shortened model the last one stands for those that are not there.
-        wanted = [min(index, len(self.layers) - 1) for index in self.captured_layers]
-        found: dict[int, Tensor] = {}
+        the final norm; where there are none or nobody reads them, the same twice. Of a stage that
+        is not the last one: what the next one begins with, of the tokens that this rank has."""
+        is_last = self.stage.is_last
+        here = self._captured_here if is_read or not is_last else []
+        (x_TD, found), residual_TD = self._first(batch), None
         for index, layer in enumerate(self.layers):
             x_TD, residual_TD = layer(x_TD, residual_TD, batch)
-            if index in wanted:
-                found[index] = self.context.all(x_TD + residual_TD, batch)
-        if not self.stage.is_last:
-            x_TD = x_TD if residual_TD is None else x_TD + residual_TD
-            return x_TD, x_TD
+            if index in here:
+                found[index] = x_TD + residual_TD
+        # Of a shortened model the last layer stands for those that are not there.
+        missing = [index for index in here if index not in found]
+        if missing or not is_last:
+            end_TD = x_TD if residual_TD is None else x_TD + residual_TD
+            found |= dict.fromkeys(missing, end_TD)
+        if not is_last:
+            states = [found[index] for index in sorted(found)]
+            sent_TE = torch.cat([end_TD, *states], dim=-1) if states else end_TD
+            return sent_TE, sent_TE
         x_TD, _ = self.norm(x_TD, residual_TD)
-        found[-1] = x_TD = self.context.all(x_TD, batch)
-        return x_TD, torch.cat([found[index] for index in wanted], dim=-1) if wanted else x_TD
+        x_TD = self.context.all(x_TD, batch)
+        if not (is_read and self.captured_layers):
+            return x_TD, x_TD
+        states = [
+            x_TD if index < 0 else self.context.all(found[index], batch)
+            for index in self.captured_layers
+        ]
+        return x_TD, torch.cat(states, dim=-1)
 
-    def _first(self, batch: ForwardBatch) -> Tensor:
-        """What the first layer of this stage is given."""
-        if not self.stage.is_first:
-            assert batch.hidden_TD is not None
-            return batch.hidden_TD
-        return self.context.own(self.embedded(batch.input_ids_T), batch)
+    @property
+    def received_size(self) -> int:
+        """Of a token's hidden states that come from the stage before: what its last layer gives,
+        and those behind the captured layers until there."""
+        return self.hidden_states[0] * (1 + len(self._captured_before))
+
+    def _first(self, batch: ForwardBatch) -> tuple[Tensor, dict[int, Tensor]]:
+        """What the first layer of this stage is given; the captured states of stages before it."""
+        if self.stage.is_first:
+            return self.context.own(self.embedded(batch.input_ids_T), batch), {}
+        assert batch.received_TE is not None
+        if not self._captured_before:
+            return batch.received_TE, {}
+        x_TD, *states = batch.received_TE.split(self.hidden_states[0], dim=-1)
+        return x_TD.contiguous(), dict(zip(self._captured_before, states, strict=True))
 
     def embedded(self, ids_T: Tensor) -> Tensor:
         x_TD = self.embed(ids_T)

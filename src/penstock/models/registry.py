@@ -79,12 +79,15 @@ def build_model(
     experts: "ExpertsContext | None" = None,
     num_positions: int | None = None,
     has_mtp: bool = False,
+    captured_layers: tuple[int, ...] = (),
+    draft_head_embeds: bool = False,
 ) -> "Decoder":
     """This rank's shard of the model, its parameters on `device` and not yet filled.
 
     Without `schemes` weights are stored as in the checkpoint; without `cache_dtype` the cache has
     the model's. `num_positions`: how long a sequence may become, if not as the model allows.
-    `has_mtp`: with its MTP head.
+    `has_mtp`, `captured_layers`, `draft_head_embeds`: what drafting needs of it, as `LayerContext`
+    says.
     """
     from penstock.layers.context import ExpertsContext, LayerContext
     from penstock.quantization.choose import choose_schemes
@@ -100,6 +103,8 @@ def build_model(
         experts=experts or ExpertsContext(),
         num_positions=num_positions,
         has_mtp=has_mtp,
+        captured_layers=captured_layers,
+        draft_head_embeds=draft_head_embeds,
     )
     entry = next(one for one in _MODELS.values() if one.architecture == spec.architecture)
     module = importlib.import_module(f"penstock.models.{entry.file}")

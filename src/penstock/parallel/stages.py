@@ -4,7 +4,7 @@ A step goes through the stages as plan and hidden states: every rank gets the pl
 states of its tokens come from the stage before.
 """
 
-# T tokens in the step, D hidden size
+# T tokens in the step, D hidden size, E what a stage sends of each token
 
 from collections import deque
 
@@ -42,17 +42,17 @@ class Stage:
         self._before, self._behind = line[number - 1], line[(number + 1) % len(line)]
         self._sending: deque[tuple[dist.Work | None, Tensor]] = deque()
 
-    def send(self, x_TD: Tensor) -> None:
+    def send(self, x_TE: Tensor) -> None:
         """To the stage behind; it is not waited for."""
-        x_TD = x_TD.contiguous()
+        x_TE = x_TE.contiguous()
         if len(self._sending) == _MAX_SENDING:
             work, _ = self._sending.popleft()
             if work is not None:
                 work.wait()
-        self._sending.append((dist.isend(x_TD, self._behind), x_TD))
+        self._sending.append((dist.isend(x_TE, self._behind), x_TE))
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """From the stage before; on a CPU this waits until it comes."""
-        x_TD = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(x_TD, self._before)
-        return x_TD
+        x_TE = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(x_TE, self._before)
+        return x_TE

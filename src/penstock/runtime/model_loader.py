@@ -99,16 +99,12 @@ def add_draft_model(
                 expert_load_path=None,
             )
             draft: LoadableModel = _empty_model(own, draft_spec, mesh, device)
-        case EagleDrafting(model_path=path, quantization=quantization, layers=layers):
+        case EagleDrafting(model_path=path, quantization=quantization):
             eagle_spec = parse_eagle3_spec(Path(path))
             draft_spec = eagle_spec.model
             draft = head = _empty_eagle3(config, eagle_spec, quantization, mesh, device)
-            model.captured_layers = layers
             if config.load_format != "dummy":
                 head.read_targets(Path(path))
-        case StateSaving(layers=layers):
-            model.captured_layers = (*layers, FINAL_STATE)
-            return
         case _:
             return
     if config.load_format == "dummy":
@@ -171,6 +167,12 @@ def _empty_model(
         counts_by_expert=config.expert_load_path is not None,
     )
     backend, cache_dtype = get_backend(config.attention_backend), getattr(torch, config.kv_dtype)
+    captured_layers: tuple[int, ...] = ()
+    match config.drafting:
+        case EagleDrafting(layers=layers):
+            captured_layers = layers
+        case StateSaving(layers=layers):
+            captured_layers = (*layers, FINAL_STATE)
     return build_model(
         spec,
         mesh,
@@ -182,6 +184,8 @@ def _empty_model(
         experts,
         max_row_tokens(config),
         has_mtp=isinstance(config.drafting, MTPDrafting),
+        captured_layers=captured_layers,
+        draft_head_embeds=isinstance(config.drafting, MTPDrafting | EagleDrafting),
     )
 
 

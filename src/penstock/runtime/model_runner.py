@@ -253,7 +253,7 @@ class ModelRunner:
         batch = inputs.batch
         if plan.peers is not None:
             batch.rank_tokens = plan.peers.num_tokens
-        batch.hidden_TD = self._link.receive(self._model.context.num_own(batch))
+        batch.received_TE = self._link.receive(self._model.context.num_own(batch))
         hidden_TD, hidden_TE = self._hidden(batch)
         self._link.send(hidden_TD)
         fed = self.drafting.fed(plan, batch, hidden_TE, inputs.logit_index_L)
@@ -341,7 +341,7 @@ class ModelRunner:
             rows = None if has_fields else _NO_ROWS
             batch, entries_N = self._rows.padded_batch(packed, shape, max_kv_len, rows)
             last_N = (batch.query_starts_N1[1:].long() - 1).clamp(min=0)[entries_N]
-            batch.hidden_TD = self._link.held(shape.num_tokens)
+            batch.received_TE = self._link.held(shape.num_tokens)
             hidden_TD, hidden_TE = self._hidden(batch)
             if self._mesh.is_last_stage:
                 hidden_TD = hidden_TD[last_N]
@@ -362,7 +362,7 @@ class ModelRunner:
             rows_N, offsets_N = inputs.view(2, -1) if has_offsets else (inputs, None)
             rows = None if has_fields else _NO_ROWS
             batch = self._rows.decode_batch(rows_N, max_kv_len, rows, offsets_N)
-            batch.hidden_TD = self._link.held(len(rows_N))
+            batch.received_TE = self._link.held(len(rows_N))
             if is_plain:
                 hidden_ND, hidden_NE = self._model(batch), None
             else:

@@ -22,6 +22,7 @@ ODD = make_spec(num_heads=12, num_kv_heads=6)
 MIXED = make_spec(layer_windows=(16, None, 16, None), num_nextn_predict_layers=1)
 WINDOWS = make_spec(layer_windows=(16,) * 4)
 RECURRENT = make_spec(delta=DELTA)
+ALTERNATING = make_spec(delta=replace(DELTA, layers=(True, False, True, False)))
 ADP = {"tp_size": 8, "enable_attention_dp": True}
 
 
@@ -64,8 +65,9 @@ REFUSED = [  # model, settings, why; the machine has 8 GPUs where none is named
     (MIXED, {"pp_size": 2, "speculative_config":
              {"decoding_type": "SaveState", "output_directory": "states"},
              "kv_cache_config": {"enable_block_reuse": False}},
-     "pipeline_parallel_size 2 and speculative_config (SaveState) cannot be combined yet: drafts "
-     "are made on the last stage, which has no hidden states of layers before it"),
+     "SaveState: rank 0 writes the files, of all prompts and layers; leave enable_attention_dp"),
+    (ALTERNATING, {"pp_size": 2, "speculative_config": {"decoding_type": "NGram"}},
+     "pipeline_parallel_size 2 and speculative_config (NGram) cannot be combined yet: recurrent"),
     # Tokens of a sequence
     (DENSE, {"cp_size": 3}, "context_parallel_size is 3; use a power of two"),
     (DENSE, {"cp_size": 2, "tp_size": 2, "enable_attention_dp": True},
