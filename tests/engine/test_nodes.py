@@ -3,17 +3,14 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from hosts import Hosts, two_hosts
 from waiting import free_port, until
 
 SIBLING = Path(__file__).parents[1] / "siblings" / "qwen2_moe"
@@ -46,52 +43,9 @@ print(json.dumps([one for i, one in enumerate(answers) if one not in answers[:i]
 """
 
 
-@dataclass(frozen=True)
-class Hosts:
-    address: str  # of the first
-    enter: tuple[tuple[str, ...], tuple[str, ...]]  # what a command on each begins with
-    unplug: Callable[[], None] | None = None  # the second vanishes without a word
-    plug: Callable[[], None] | None = None
-
-
-@contextlib.contextmanager
-def namespaces() -> Iterator[Hosts]:
-    names = [f"penstock-{os.getpid()}-{i}" for i in range(2)]
-    ends = [f"pst{os.getpid() % 10**6}-{i}" for i in range(2)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-            for i, (name, end) in enumerate(zip(names, ends, strict=True)):
-                ip("link", "set", end, "netns", name)
-                ip("-n", name, "addr", "add", f"10.213.7.{i + 1}/24", "dev", end)
-                ip("-n", name, "link", "set", end, "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces: {error}")
-        first, second = (("ip", "netns", "exec", name) for name in names)
-        link = ("-n", names[1], "link", "set", ends[1])
-        yield Hosts(
-            "10.213.7.1", (first, second), partial(ip, *link, "down"), partial(ip, *link, "up")
-        )
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
 @pytest.fixture(params=["loopback", "namespaces"])
-def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    if request.param == "loopback":
-        yield Hosts("127.0.0.1", ((), ()))
-        return
-    if os.geteuid() or shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin") is None:
-        pytest.skip("network namespaces need root and ip")
-    with namespaces() as hosts:
+def hosts(request):
+    with two_hosts(request.param) as hosts:
         yield hosts
 
 

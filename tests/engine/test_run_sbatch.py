@@ -81,6 +81,11 @@ def run(folder: Path, programs: Path, *flags: object, **env: str) -> tuple[int, 
         (("m", "--image"), {}, "--image wants a value"),
         (("m", "-w", "/no/where"), {}, "there is no folder for --workspace"),
         (("--image", "i:1", "--container-mount", "/no/where", "m"), {}, "no folder /no/where"),
+        (
+            ("--no-container", "m", "--dp_size", "3"),
+            {"SLURM_JOB_NUM_NODES": "2", "MASTER_ADDR": "h"},
+            "no multiple of 2 nodes",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(tmp_path, programs, flags, env, says):
@@ -282,7 +287,52 @@ def test_two_nodes_of_slurm_serve_and_a_dead_rank_ends_every_request(cluster, jo
         again.wait()
 
 
+def test_two_nodes_of_slurm_have_a_replica_each(cluster, job_env):
+    port = free_port()
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    serve = ("tiny", "--dp_size", 2, "--tp_size", 2, "--port", port, "--device", "cpu")
+    job = cluster.call(
+        "sbatch", "--parsable", "-N", 2, SCRIPT, "--no-container", *serve, **job_env
+    ).strip()
+    log = cluster.folder / f"penstock-{job}.log"
+
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    def ask(number: int) -> str:
+        reply = client.completions.create(
+            model="tiny", prompt=f"{number} What is 3 + 4?", max_tokens=16, temperature=0
+        )
+        return reply.choices[0].text
+
+    try:
+        wait_for(lambda: "run.sbatch: ready: http://" in said(), lambda: said() + cluster.logs())
+        assert "replica 1 starts on node n1" in said()
+        with ThreadPoolExecutor(8) as pool:
+            answers = [*pool.map(ask, range(8))]
+        family = processes_of(job, 1)
+        engines = [one for one in family if "penstock.engine_process" in one.cmdline()]
+        assert len(engines) == 1 and len(engines[0].children()) == 1  # its second rank
+        engines[0].kill()
+        wait_for(lambda: "engine 1 is started again" in said(), said)
+        with ThreadPoolExecutor(8) as pool:
+            assert [*pool.map(ask, range(8))] == answers
+        cluster.call("scancel", job)
+        wait_for(lambda: "the server ended with code" in said(), said)
+        assert "the server ended with code 0" in said()
+    finally:
+        with contextlib.suppress(AssertionError):
+            cluster.call("scancel", job)
+
+
 def rank_process(job: str, rank: int) -> psutil.Process:
+    (found,) = processes_of(job, rank)
+    return found
+
+
+def processes_of(job: str, rank: int) -> list[psutil.Process]:
+    """With those that it has started."""
+
     def is_it(process: psutil.Process) -> bool:
         env = process.environ()
         return process.name().startswith("python") and (
@@ -295,8 +345,7 @@ def rank_process(job: str, rank: int) -> psutil.Process:
         with contextlib.suppress(psutil.Error):
             if is_it(process):
                 found.append(process)
-    assert len(found) == 1, found
-    return found[0]
+    return found
 
 
 def is_ready(client: OpenAI) -> bool:

@@ -1,7 +1,7 @@
 """`trtllm-llmapi-launch COMMAND ...`, which srun, mpirun or torchrun start once for each rank.
 
-Rank 0 becomes the command. The others serve as ranks of the engine that it starts, whatever the
-command is: `trtllm-serve`, `trtllm-bench`, or a program with `LLM`.
+Rank 0 becomes the command. The others serve as ranks of the engine that it starts, or keep engines
+of its replicas, whatever the command is: `trtllm-serve`, `trtllm-bench`, or a program with `LLM`.
 """
 
 import os
@@ -30,9 +30,9 @@ def _run(command: list[str]) -> int:
     place = find_place("auto")
     secret = b"" if place is None else rank_secret()
     if place is not None and place.rank:
-        from penstock.runtime.launched_worker import run_launched
+        from penstock.cli.launched import run_launched
 
-        return run_launched(place, secret, interface=None, log_level=None)
+        return run_launched(place, secret, interface=None, log_level=None, is_rank=True)
     try:
         os.execvp(command[0], list(command))
     except OSError as error:

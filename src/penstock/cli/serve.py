@@ -27,9 +27,10 @@ def run(args: argparse.Namespace) -> int:
     if place is not None:
         secret = rank_secret()
         if place.rank:
-            from penstock.runtime.launched_worker import run_launched
+            from penstock.cli.launched import run_launched
 
-            return run_launched(place, secret, config.rank_interface, config.log_level)
+            is_rank = config.data_parallel_size == 1
+            return run_launched(place, secret, config.rank_interface, config.log_level, is_rank)
     config = with_model_fetched(config)
     from penstock.server.launch import serve
 

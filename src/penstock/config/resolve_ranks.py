@@ -25,12 +25,6 @@ def _check_place(config: EngineConfig, place: Place) -> None:
             "rank 0 has the engine: start 'penstock serve' on all ranks, or the program by "
             f"'trtllm-llmapi-launch'; or {way_out}"
         )
-    if config.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size is {config.data_parallel_size}, and {place.launcher} has started "
-            f"{place.size} ranks: replicas are on one node, started from here; start one server "
-            f"per replica, or {way_out}"
-        )
     if config.num_ranks != place.size:
         raise ConfigError(
             f"{place.launcher} has started {place.size} ranks, but tensor_parallel_size {tp} x "

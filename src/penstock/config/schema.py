@@ -257,7 +257,8 @@ class EngineConfig(StrictModel):
         1,
         "Number of engines behind this port, each with the whole model on tensor_parallel_size "
         "devices of its own. Requests go where their prefix is cached, or to the least busy one; "
-        "one that dies is started again while the others answer.",
+        "one that dies is started again while the others answer. A launcher starts one process for "
+        "each, on several nodes, too.",
         ge=1,
         le=32,
     )

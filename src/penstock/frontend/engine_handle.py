@@ -1,7 +1,8 @@
 """`EngineHandle`: starts the engine processes, notices when one ends, stops them in order.
 
 Knows the processes and their addresses, not what is said to them (see `client`). Light: the
-processes are started before this one imports the rest of what it needs.
+processes are started before this one imports the rest of what it needs. Engines on other nodes are
+`remote_engines`' business.
 """
 
 import math
@@ -9,11 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock import log
+from penstock.config.schema import EngineConfig
 from penstock.ipc.address import address, private_folder, remove
 from penstock.ipc.process import Child, need_open_files, own_gpus
+
+if TYPE_CHECKING:
+    from penstock.frontend.remote_engines import RemoteEngines
 
 ENGINE_MODULE = "penstock.engine_process"
 _RESTART_DELAY_S = 1.0
@@ -25,6 +31,22 @@ OnEnd = Callable[[int, str], None]
 """Which engine ended by itself, and how. Called in another thread."""
 
 
+def how_it_ended(code: int, where: str = "") -> str:
+    """As `EngineHandle` is told."""
+    how = f"by signal {-code}" if code < 0 else f"with code {code}"
+    return f"ended {how}{where}; its log says why"
+
+
+class EngineProcess(Protocol):
+    """A child, or what stands for one on another node."""
+
+    def ask_to_leave(self) -> None: ...
+
+    def kill_unasked(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class EngineHandle:
     """The addresses exist at once, the processes after `start`.
 
@@ -32,13 +54,25 @@ class EngineHandle:
     the others go on. One alone is not: whoever supervises the server starts that anew.
     """
 
-    def __init__(self, num_engines: int = 1) -> None:
+    @classmethod
+    def of(cls, config: EngineConfig) -> "EngineHandle":
+        """With as many engines as the settings want, where they want them."""
+        remote = None
+        if config.data_parallel_size > 1:
+            from penstock.frontend.remote_engines import find_remote_engines
+
+            remote = find_remote_engines(config)
+        return cls(config.data_parallel_size, remote)
+
+    def __init__(self, num_engines: int = 1, remote: "RemoteEngines | None" = None) -> None:
+        """`remote`: where a launcher has placed all engines but the first."""
         need_open_files()
+        self._remote = remote
         self.socket_folder = private_folder()
         self.addresses = [address(self.socket_folder, "engine") for _ in range(num_engines)]
         self._task: dict[str, Any] = {}
         self._num_gpus = 1  # of each engine
-        self._children: dict[int, Child] = {}
+        self._processes: dict[int, EngineProcess] = {}
         self._spawned_at = [0.0] * num_engines
         self._num_restarts = [0] * num_engines
         self._ends: deque[tuple[int, str]] = deque(maxlen=num_engines)  # for who watches later
@@ -54,15 +88,17 @@ class EngineHandle:
 
     def start(self, config: Mapping[str, Any], begun_at: float | None = None) -> None:
         """Spawn them. `begun_at`: when somebody began to wait for them, if not now."""
-        assert not self._children, "an engine handle starts its processes once"
+        assert not self._processes, "an engine handle starts its processes once"
         self._task = {
-            "config": dict(config),
+            "config": dict(config) | ({} if self._remote is None else {"launcher": "local"}),
             "begun_at": time.time() if begun_at is None else begun_at,
         }
         axes = ("tensor", "pipeline", "context")
         self._num_gpus = math.prod(config.get(f"{axis}_parallel_size", 1) for axis in axes)
         for index in range(len(self.addresses)):
             self._spawn(index)
+        if self._remote is not None:
+            self._remote.open()
 
     def watch(self, on_end: OnEnd) -> None:
         """Tell of every engine that ends by itself, also of those that have."""
@@ -74,15 +110,18 @@ class EngineHandle:
 
     def kill(self, index: int) -> None:
         """One that hangs; it then ends by itself, as far as anybody is told."""
-        self._children[index].kill_unasked()
+        self._processes[index].kill_unasked()
 
     @property
     def is_started(self) -> bool:
-        return bool(self._children)
+        return bool(self._processes)
 
     @property
     def pid(self) -> int:
-        return self._children[0].pid
+        """Of the first, which is a child."""
+        first = self._processes[0]
+        assert isinstance(first, Child)
+        return first.pid
 
     @property
     def is_alive(self) -> bool:
@@ -93,11 +132,13 @@ class EngineHandle:
         """Blocks until the processes are gone; may be called twice."""
         with self._lock:
             self._is_stopping = True
-            children = list(self._children.values())
-        for child in children:
-            child.ask_to_leave()
-        for child in children:
-            child.stop()
+            processes = list(self._processes.values())
+        for process in processes:
+            process.ask_to_leave()
+        for process in processes:
+            process.stop()
+        if self._remote is not None:
+            self._remote.close()
         remove(self.socket_folder)
 
     def _spawn(self, index: int) -> None:
@@ -113,17 +154,19 @@ class EngineHandle:
             }
             if self._num_restarts[index]:
                 task["begun_at"] = self._spawned_at[index]
-            name, env = "engine", {}
-            if len(self.addresses) > 1:
-                name = f"engine {index}"
-                env = own_gpus(index, self._num_gpus)
-            self._children[index] = Child(
-                ENGINE_MODULE, task, name, lambda code: self._ended(index, code), env=env
-            )
+            self._processes[index] = self._process(index, task)
 
-    def _ended(self, index: int, code: int) -> None:
-        how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        message = f"the engine process ended {how}; its log says why"
+    def _process(self, index: int, task: dict[str, Any]) -> EngineProcess:
+        ended = partial(self._ended, index)
+        if self._remote is not None and index > 0:
+            return self._remote.start(index, task | {"num_gpus": self._num_gpus}, ended)
+        name, env = "engine", {}
+        if len(self.addresses) > 1:
+            name, env = f"engine {index}", own_gpus(index, self._num_gpus)
+        return Child(ENGINE_MODULE, task, name, lambda code: ended(how_it_ended(code)), env=env)
+
+    def _ended(self, index: int, how: str) -> None:
+        message = f"the engine process {how}"
         with self._lock:
             lived_s = time.time() - self._spawned_at[index]
             self._num_restarts[index] = 1 if lived_s > _SOON_S else self._num_restarts[index] + 1

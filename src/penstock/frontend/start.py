@@ -32,7 +32,7 @@ from penstock.text.tokenizer import Tokenizer
 async def start_pipeline(config: EngineConfig) -> tuple[GenerationPipeline, EngineHandle]:
     """A pipeline with an engine of its own, ready. Hand both to `stop_pipeline` in the end."""
     folder = await asyncio.to_thread(tokenizer_folder, config)
-    handle = EngineHandle(config.data_parallel_size)
+    handle = EngineHandle.of(config)
     return await start_engine(config, folder, handle), handle
 
 

@@ -54,10 +54,11 @@ class Sender:
 
     def send(self, message: messages.Message) -> None:
         """Does not wait."""
-        payload = messages.encode(message)
+        self.send_encoded(messages.encode(message), type(message).__name__)
+
+    def send_encoded(self, payload: bytes, name: str) -> None:
         with self._lock:
             if len(self._waiting) >= MAX_QUEUED_MESSAGES:
-                name = type(message).__name__
                 raise ChannelFull(f"{name} not sent: the peer has stopped reading")
             self._waiting.append(_HEAD.pack(len(payload)) + payload)
             if not self._is_sending_later and not self._send_some():
@@ -130,8 +131,9 @@ class _Arrivals:
     """Whole messages, of all who have connected; in order, those of one sender."""
 
     def __init__(self, bind: str, union: Any) -> None:
+        """`union`: of the messages; None: they stay bytes."""
         self.address = bind
-        self._decoder = messages.decoder(union)
+        self._decode = (lambda frame: frame) if union is None else messages.decoder(union).decode
         with contextlib.suppress(FileNotFoundError):  # of a process that ran before this one
             os.unlink(bind)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -152,7 +154,7 @@ class _Arrivals:
                     self._accept()
                 else:
                     self._read(key.fileobj, key.data)
-        return self._decoder.decode(self._frames.popleft())
+        return self._decode(self._frames.popleft())
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()

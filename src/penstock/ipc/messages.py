@@ -18,7 +18,7 @@ from penstock.types.setting_choice import SettingChoice
 from penstock.types.stats import EngineCounters, IterationStats
 from penstock.types.step import LateInputs, StepPlan, StepResult
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, array_like=True):
@@ -130,6 +130,33 @@ class RankRefused(Message, frozen=True):
     message: str
 
 
+# first API server -> whoever keeps an engine on another node (`frontend.replica_keeper`)
+
+
+class EngineTask(Message, frozen=True):
+    """Start the engine, the first time or again: the task of its process as JSON."""
+
+    task: bytes
+
+
+class KillEngine(Message, frozen=True):
+    """It hangs."""
+
+
+# whoever keeps an engine on another node -> first API server
+
+
+class ForClient(Message, frozen=True):
+    """What the engine has sent to a client, as it is."""
+
+    client_id: int
+    payload: bytes
+
+
+class EngineEnded(Message, frozen=True):
+    how: str
+
+
 # further rank -> rank 0
 
 
@@ -172,6 +199,9 @@ ToEngine = Hello | Submit | Abort | ClientLeft
 ToClient = Ready | Deltas | Stats | Fatal
 ToRank = RankCache | Forward | Sample | Stop | RankTask | RankRefused
 FromRank = RankReady | RankResult | RankFailed | RankJoined
+# To and from what a launcher has started beside rank 0: ranks, or keepers of engines.
+ToLaunched = ToRank | ToEngine | EngineTask | KillEngine
+FromLaunched = FromRank | ForClient | EngineEnded
 
 _ARRAY = (
     1  # extension code; its bytes are: dtype letter, number of dimensions, int64 sizes, raw values

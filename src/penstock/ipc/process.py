@@ -50,6 +50,14 @@ def own_gpus(index: int, count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
+def placed_gpus(local_rank: int, count: int) -> dict[str, str]:
+    """The same for what a launcher has started, the `local_rank`-th on its node: it may see GPUs of
+    its own, or all of the node."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    has_own = seen is not None and len(seen.split(",")) <= count
+    return own_gpus(0 if has_own else local_rank, count)
+
+
 def own_gpu_index(name: str) -> int:
     """Of a GPU that others call so, among those that we see."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -13,8 +13,9 @@ from penstock.config.launch import Place
 from penstock.config.run import RunConfig
 from penstock.errors import BackendError
 from penstock.ipc.channel import Peer
+from penstock.ipc.meeting import listen
 from penstock.ipc.messages import RankCache, RankFailed, RankReady, RankResult
-from penstock.runtime.launched_ranks import LaunchedRanks, listen
+from penstock.runtime.launched_ranks import LaunchedRanks
 from penstock.runtime.local_ranks import LocalRanks
 from penstock.runtime.ray_ranks import RayRanks
 from penstock.runtime.worker import WorkerTask

@@ -35,12 +35,12 @@ def serve(config: EngineConfig, begun_at: float | None = None) -> int:
         folder = tokenizer_folder(config)
         access = Access.load(config)
         listener = bind(config.host, config.port)
+        engine = EngineHandle.of(config)
     except ConfigError as error:
         _log.error("%s", error)
         return 1
     leaving = threading.Event()
     take_signals(lambda *_: leaving.set())  # until the server takes them, and after
-    engine = EngineHandle(config.data_parallel_size)
     try:
         engine.start(config.model_dump(mode="json"), begun_at)
         gc.disable()

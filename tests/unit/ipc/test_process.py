@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from penstock.ipc.process import own_gpus
+from penstock.ipc.process import own_gpus, placed_gpus
 
 PROGRAM = """
 import os, pathlib, sys, time
@@ -114,3 +114,20 @@ def test_replicas_have_gpus_of_their_own(monkeypatch, seen, index, expected):
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     assert own_gpus(index, 2) == {"CUDA_VISIBLE_DEVICES": expected}
+
+
+@pytest.mark.parametrize(
+    "seen, local_rank, expected",
+    [
+        (None, 1, "2,3"),
+        ("0,1,2,3", 1, "2,3"),  # all of the node, as torchrun leaves them
+        ("6,7", 1, "6,7"),  # its own, as of srun --gpus-per-task
+    ],
+)
+def test_replicas_of_a_launcher_may_have_been_given_their_gpus(
+    monkeypatch, seen, local_rank, expected
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert placed_gpus(local_rank, 2) == {"CUDA_VISIBLE_DEVICES": expected}
