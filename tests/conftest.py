@@ -10,8 +10,10 @@ Programs that tests start find what they need in their own environment, not in P
 parallel runner puts its own there, and one test's order would decide what another one finds.
 """
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -31,6 +33,18 @@ for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, getattr(_PATIENT, _part))
 
 LONGEST = "test_kernels_compile.py"  # minutes: begun last, all would wait for it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays: no collection looks at it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

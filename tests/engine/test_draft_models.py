@@ -55,7 +55,7 @@ class Watched:
     """What is drafted, with some put in their place: `script` says of a position how many tokens
     are right, -1: as it was drafted."""
 
-    follows_steps, max_drafts = True, MAX_DRAFTS
+    reads_steps, max_drafts = True, MAX_DRAFTS
 
     def __init__(self, drafter) -> None:
         self.drafter = drafter
@@ -82,7 +82,7 @@ class Watched:
 
 
 class Spy:
-    follows_steps, max_drafts = True, MAX_DRAFTS
+    reads_steps, max_drafts = True, MAX_DRAFTS
 
     def __init__(self, drafter, seen: list) -> None:
         self.draft = lambda step: (seen.append(step), drafter.draft(step))[1]

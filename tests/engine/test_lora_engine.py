@@ -10,7 +10,8 @@ import torch.distributed as dist
 from graph_ranks import use_stand_ins
 from graph_steps import Repeats, mixed_graphs
 from local_engine import LocalEngine
-from lora_models import make_adapter, merge
+from lora_models import ALL, make_adapter, merge, write_adapter
+from safetensors.torch import load_file
 from tiny_models import make_checkpoint, reference_model
 
 from penstock.errors import ConfigError
@@ -215,6 +216,28 @@ def test_two_ranks_give_the_tokens_of_each_adapter(made, sizes, has_graphs, monk
             for rid, (name, number) in asked.items():
                 assert local.tokens(rid) == truth[name, number], name
         assert (local.counters.graph_replays > 0) == has_graphs
+    finally:
+        local.engine._ranks.stop()
+        with contextlib.suppress(AssertionError):
+            dist.destroy_process_group()
+
+
+def test_an_adapter_that_does_not_fit_another_stage_is_refused_with_the_reason(made, tmp_path):
+    folder, paths, truth = made
+    tensors = load_file(paths["a0"] / "adapter_model.safetensors")
+    name = max(name for name in tensors if name.endswith("o_proj.lora_B.weight"))  # the last layer
+    tensors[name] = tensors[name][:-4].contiguous()
+    write_adapter(tmp_path / "bad", tensors, ALL, rank=4, alpha=6.0)
+    local = engine(folder, **lora(), pipeline_parallel_size=2)
+    try:
+        bad = submit(local, 0, PROMPTS[0], tmp_path / "bad")
+        good = submit(local, 1, PROMPTS[0], paths["a0"])
+        local.run()
+        [delta] = local.deltas[bad]
+        assert delta.finish is FinishReason.ERROR
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+        assert f"'{module}' changes a matrix of" in delta.error
+        assert local.tokens(good) == truth["a0", 0]
     finally:
         local.engine._ranks.stop()
         with contextlib.suppress(AssertionError):

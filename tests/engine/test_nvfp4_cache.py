@@ -2,36 +2,22 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
-import transformers
 from local_engine import LocalEngine
-from paged_driver import load_model, mixed_run, prompts
+from paged_driver import load_model, prompts
+from rounded_caches import BLOCKS, NUM_TOKENS, SETTINGS, check_logits, check_reused_prefix
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint, reference_model
 
-NUM_TOKENS = 24
-SETTINGS = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
-BLOCKS = {"tokens_per_block": 16, "max_tokens": 1024, "dtype": "nvfp4"}
-CLOSE = 1e-4  # of a logit; rounding moves them by 100 times as much
+NVFP4_BLOCKS = BLOCKS | {"dtype": "nvfp4"}
 NVFP4 = torch.float4_e2m1fn_x2
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-class RoundingCache(transformers.DynamicCache):
-    """Keeps what NVFP4 can hold; `scales` are those of keys and of values."""
-
-    def __init__(self, scales):
-        super().__init__()
-        self.scales = scales
-
-    def update(self, keys, values, *args, **kwargs):
-        rounded = (rounded_to_nvfp4(x, s) for x, s in zip((keys, values), self.scales, strict=True))
-        return super().update(*rounded, *args, **kwargs)
-
-
-def rounded_to_nvfp4(x, scale):
+def rounded_to_nvfp4(scale, x):
     """The nearest of the numbers there are, by their distance."""
     groups = x.unflatten(-1, (-1, 16))
     inner = (groups.abs().amax(-1, keepdim=True) / 6 / scale).clamp(max=448)
@@ -46,17 +32,9 @@ def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("nvfp4_cache") / request.param, request.param)
 
 
-def check_logits(folder, scales):
-    theirs, model = reference_model(folder), load_model(folder, finished=True, cache_dtype=NVFP4)
-    texts = prompts(theirs.config.vocab_size)
-    ours = mixed_run(model, texts)
-    for text, logits in zip(texts, ours, strict=True):
-        with torch.inference_mode():
-            rounded = theirs(torch.tensor([text]), past_key_values=RoundingCache(scales)).logits[0]
-            plain = theirs(torch.tensor([text])).logits[0]
-        errors = (logits - rounded).abs()
-        # A key between two numbers may fall to either, here and there.
-        assert errors.median() < CLOSE < 10 * CLOSE < (logits - plain).abs().median()
+def check_rounded_logits(folder, scales):
+    model = load_model(folder, finished=True, cache_dtype=NVFP4)
+    check_logits(folder, model, *(partial(rounded_to_nvfp4, scale) for scale in scales))
 
 
 def scales_of(folder, cache_dtype):
@@ -68,7 +46,7 @@ def scales_of(folder, cache_dtype):
 def test_logits_are_those_of_transformers_that_rounds_keys_and_values(folder):
     scales = scales_of(folder, NVFP4)
     assert scales == (1 / 4, 1 / 16)
-    check_logits(folder, scales)
+    check_rounded_logits(folder, scales)
 
 
 def test_a_checkpoint_made_for_it_brings_its_scales(tmp_path):
@@ -86,33 +64,22 @@ def test_a_checkpoint_made_for_it_brings_its_scales(tmp_path):
             at = f"model.layers.{layer}.self_attn.{name}_proj.{name}_scale"
             tensors[at] = torch.tensor(scale)
     save_file(tensors, made / "model.safetensors", {"format": "pt"})
-    engine = LocalEngine(made, **SETTINGS, kv_cache_config=BLOCKS | {"dtype": "auto"})
+    engine = LocalEngine(made, **SETTINGS, kv_cache_config=BLOCKS)
     assert engine.engine.config.kv_dtype == "float4_e2m1fn_x2"
     assert len(engine.generate([[5, 6, 7]], 4)[0]) == 4
-    check_logits(made, scales)
+    check_rounded_logits(made, scales)
     assert scales_of(made, NVFP4) == pytest.approx([8 * scale for scale in scales])
     assert scales_of(made, torch.float8_e4m3fn) == (1.0, 1.0)  # those of another cache
 
 
 def test_a_reused_prefix_gives_the_same_tokens(folder):
-    """Whole blocks, and the copy of a part of one, with their scales."""
-    first, second = prompts(reference_model(folder).config.vocab_size, (50, 7))
-    engine = LocalEngine(folder, **SETTINGS, kv_cache_config=BLOCKS)
-    (alone,) = engine.generate([first], NUM_TOKENS)
-    again = [first, first[:40] + second]
-    ids = [engine.submit(prompt, NUM_TOKENS) for prompt in again]
-    engine.run()
-    assert [engine.deltas[rid][0].num_cached_tokens for rid in ids] == [49, 40]
-    found = [engine.tokens(rid) for rid in ids]
-    assert found[0] == alone
-    fresh = LocalEngine(folder, **SETTINGS, kv_cache_config=BLOCKS | {"enable_block_reuse": False})
-    assert fresh.generate(again, NUM_TOKENS) == found
+    check_reused_prefix(folder, "nvfp4")
 
 
 def test_a_prompt_in_chunks_gives_the_same_tokens(folder):
     (prompt,) = prompts(reference_model(folder).config.vocab_size, (90,))
     whole, cut = (
-        LocalEngine(folder, **SETTINGS, kv_cache_config=BLOCKS, max_num_tokens=size)
+        LocalEngine(folder, **SETTINGS, kv_cache_config=NVFP4_BLOCKS, max_num_tokens=size)
         for size in (128, 13)
     )
     assert cut.generate([prompt], NUM_TOKENS) == whole.generate([prompt], NUM_TOKENS)
@@ -121,8 +88,10 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(folder):
 def test_drafts_that_are_wrong_leave_nothing_in_the_cache(folder):
     prompt = prompts(reference_model(folder).config.vocab_size, (6,))[0] * 8
     ngrams = {"decoding_type": "NGram", "max_draft_len": 3, "adaptive_draft_len": False}
-    plain = LocalEngine(folder, **SETTINGS, kv_cache_config=BLOCKS)
-    drafting = LocalEngine(folder, **SETTINGS, kv_cache_config=BLOCKS, speculative_config=ngrams)
+    plain = LocalEngine(folder, **SETTINGS, kv_cache_config=NVFP4_BLOCKS)
+    drafting = LocalEngine(
+        folder, **SETTINGS, kv_cache_config=NVFP4_BLOCKS, speculative_config=ngrams
+    )
     assert drafting.generate([prompt], 2 * NUM_TOKENS) == plain.generate([prompt], 2 * NUM_TOKENS)
     assert drafting.counters.drafted_tokens > drafting.counters.accepted_tokens
 

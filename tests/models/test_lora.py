@@ -28,10 +28,10 @@ CLOSE = 2e-4
 RUN = LoraRun(max_rank=8, num_slots=3, num_host=4)
 
 
-def with_slots(folder, *adapters, run=RUN, model=None):
+def with_slots(folder, *adapters, run=RUN, model=None, **further):
     """The model with these adapters in its first slots."""
     model = model or load_model(folder, finished=True)
-    field = AdapterField(run, model, max_rows=4, device=CPU)
+    field = AdapterField(run, model, max_rows=4, device=CPU, **further)
     field.join([joining(path, slot, row=slot) for slot, path in enumerate(adapters)])
     return model, field
 
@@ -194,11 +194,15 @@ def test_only_layers_that_are_named_have_slots(llama, tmp_path, reference):
 def test_a_stage_has_slots_for_its_own_layers_and_reads_what_is_theirs(llama, tmp_path, reference):
     path = make_adapter(tmp_path / "one", reference)
     _, whole = with_slots(llama, path)
-    halves = []
-    for number in range(2):
-        mesh = RankMesh.place(number, MeshShape(pp=2))
-        _, field = with_slots(llama, path, model=load_model(llama, mesh))
-        halves.append(field.host._reader.read(path).layers)
+    stages = [load_model(llama, RankMesh.place(number, MeshShape(pp=2))) for number in range(2)]
+    messages = []
+    for stage in stages:
+        with_slots(llama, model=stage, gather=lambda own: messages.append(own) or [own])
+    readers, halves = [], []
+    for stage in stages:
+        _, field = with_slots(llama, path, model=stage, gather=lambda own: messages)
+        readers.append(field.host._reader)
+        halves.append(readers[-1].read(path).layers)
         assert set(halves[-1]) == set(field._slots)
     assert not set(halves[0]) & set(halves[1])
     assert set(halves[0]) | set(halves[1]) == set(whole._slots)
@@ -209,11 +213,9 @@ def test_a_stage_has_slots_for_its_own_layers_and_reads_what_is_theirs(llama, tm
         prefix = f"base_model.model.{name}"
         tensors = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
         write_adapter(outside, tensors, ("up_proj",), rank=4, alpha=4.0)
-        for number in range(2):
-            model = load_model(llama, RankMesh.place(number, MeshShape(pp=2)))
-            _, field = with_slots(llama, model=model)
+        for reader in readers:
             with pytest.raises(ConfigError, match=f"{why} take no adapters"):
-                field.host._reader.read(outside)
+                reader.read(outside)
 
 
 def test_known_adapters_say_which_layers_have_slots(llama, tmp_path, reference):

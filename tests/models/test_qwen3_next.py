@@ -234,7 +234,7 @@ def test_fewer_states_than_rows_limit_the_batch_and_it_is_said(folder, truth, mo
     one = sum(spec.delta.layers) * sum(
         plane.block_bytes for plane in spec.delta.state(1, "float32").planes(1)
     )
-    monkeypatch.setattr("penstock.config.resolve._cpu_states", lambda *args: 11 * one)
+    monkeypatch.setattr("penstock.config.resolve_cache._cpu_states", lambda *args: 11 * one)
     with caplog.at_level(logging.WARNING, logger="penstock"):
         logging.getLogger("penstock").propagate = True
         engine = LocalEngine(folder, **ENGINE, max_batch_size=50)

@@ -18,7 +18,7 @@ class LateEntry(NamedTuple):
 
 class Follower(Protocol):
     """Told about the commits of requests with `late_inputs` and the end of those with
-    `is_followed`; the others cost nothing."""
+    `has_followers`; the others cost nothing."""
 
     def on_commit(self, request: Request, token_ids: Sequence[int]) -> str | None:
         """The request has these new tokens, one or several. Returns why it must fail, if so."""

@@ -379,7 +379,7 @@ class Scheduler:
         deltas: list[TokenDelta] = []
         # As lists at once: one number out of an array takes as long as the rest of an entry.
         tokens, numbers = result.token_ids.tolist(), result.num_accepted.tolist()
-        num_drafts, drafts = result.num_drafts.tolist(), result.drafts
+        num_drafts, drafts = result.drafts()
         for i, entry in enumerate(entries):
             if not self._is_live(entry):
                 continue
@@ -499,7 +499,7 @@ class Scheduler:
         else:
             self._give_back(seq)
         seq.finish()
-        if seq.request.is_followed:
+        if seq.request.has_followers:
             for follower in self._followers:
                 follower.on_close(seq.request)
         del self._by_id[seq.id]

@@ -109,7 +109,7 @@ class Forward(Message, frozen=True):
     plan: StepPlan
 
 
-class Sample(Message, frozen=True):
+class SampleTokens(Message, frozen=True):
     step_id: int
     late: LateInputs
 
@@ -197,7 +197,7 @@ class RankFailed(Message, frozen=True):
 
 ToEngine = Hello | Submit | Abort | ClientLeft
 ToClient = Ready | Deltas | Stats | Fatal
-ToRank = RankCache | Forward | Sample | Stop | RankTask | RankRefused
+ToRank = RankCache | Forward | SampleTokens | Stop | RankTask | RankRefused
 FromRank = RankReady | RankResult | RankFailed | RankJoined
 # To and from what a launcher has started beside rank 0: ranks, or keepers of engines.
 ToLaunched = ToRank | ToEngine | EngineTask | KillEngine

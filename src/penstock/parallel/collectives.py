@@ -26,6 +26,20 @@ def largest(numbers: Sequence[float], num_ranks: int, device: torch.device) -> l
     return found.tolist()
 
 
+def gathered(message: bytes, num_ranks: int, device: torch.device) -> list[bytes]:
+    """The messages of all ranks of the engine. It waits for them: never in a step."""
+    if num_ranks == 1:
+        return [message]
+    lengths = torch.zeros(num_ranks, dtype=torch.int64, device=device)
+    _gather(lengths, torch.tensor([len(message)], device=device))
+    most = int(lengths.max())
+    padded = torch.frombuffer(bytearray(message.ljust(most)), dtype=torch.uint8).to(device)
+    found = torch.empty(num_ranks * most, dtype=torch.uint8, device=device)
+    _gather(found, padded)
+    parts = zip(found.split(most), lengths.tolist(), strict=True)
+    return [bytes(part[:length].tolist()) for part, length in parts]
+
+
 def _is_alone(role: RoleGroup) -> bool:
     assert role.group is not None or role.size == 1, f"{role.size} ranks have not met"
     return role.group is None

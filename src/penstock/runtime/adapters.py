@@ -8,11 +8,12 @@ hold yet is copied there from host memory, in the order of the steps. So ranks s
 # R rows, T tokens
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,12 +28,18 @@ from penstock.kernels.transfer import to_device
 from penstock.layers.decoder import Decoder
 from penstock.layers.linear import Linear
 from penstock.layers.lora import LoraSlots, add_slots
-from penstock.parallel.collectives import largest
-from penstock.parallel.stages import is_elsewhere
+from penstock.parallel.collectives import gathered
 from penstock.runtime.batch_fields import BatchField
 from penstock.types.adapter import Adapter
 from penstock.types.step import Int32s, RowJoin, StepPlan
-from penstock.weights.adapter import AdapterReader, HostAdapter, module_names
+from penstock.weights.adapter import (
+    AdapterReader,
+    HostAdapter,
+    WholeSizes,
+    module_names,
+    whole_sizes,
+)
+from penstock.weights.mapping import Rules
 
 _log = log.get(__name__)
 _GROUP_SIZE = 4  # decodes of one adapter that read its matrices together
@@ -45,8 +52,10 @@ def make_batch_fields(
     """The fields of this run. Called once, before memory is planned: they may take some."""
     if config.lora is None:
         return ()
-    num_rows, num_ranks = config.max_batch_size, config.mesh.size
-    return (AdapterField(config.lora, model, num_rows, device, num_ranks),)
+    gather = partial(
+        gathered, num_ranks=config.mesh.size if config.mesh.pp > 1 else 1, device=device
+    )
+    return (AdapterField(config.lora, model, config.max_batch_size, device, gather),)
 
 
 def find_adapters(fields: Sequence[BatchField]) -> "AdapterField | None":
@@ -60,24 +69,23 @@ class AdapterField:
         model: Decoder,
         max_rows: int,
         device: torch.device,
-        num_ranks: int = 1,
+        gather: Callable[[bytes], list[bytes]] = lambda message: [message],
     ) -> None:
-        """`num_ranks`: of the engine."""
-        layers = _adapted_layers(config, model, num_ranks)
+        """`gather`: the messages of all ranks, where they have other layers."""
+        layers = _linear_layers(model)
+        own = {name: whole_sizes(layer) for name, layer in layers.items()}
+        sizes: dict[str, WholeSizes] = {}
+        for message in gather(msgspec.msgpack.encode(own)):
+            sizes |= msgspec.msgpack.decode(message, type=dict[str, WholeSizes])
+        sizes = _adapted(sizes, config, model.weight_rules)
+        layers = {name: layer for name, layer in layers.items() if name in sizes}
         _, dtype, _ = model.hidden_states
         self._slots: dict[str, LoraSlots] = {
             name: add_slots(layer, config.num_slots, config.max_rank)
             for name, layer in layers.items()
         }
         is_pinned = device.type == "cuda"
-        reader = AdapterReader(
-            model.weight_rules,
-            layers,
-            config.max_rank,
-            dtype,
-            is_pinned,
-            partial(is_elsewhere, model),
-        )
+        reader = AdapterReader(model.weight_rules, layers, sizes, config.max_rank, dtype, is_pinned)
         self.host = HostAdapters(reader, config.num_host)
         self._held: list[str | None] = [None] * config.num_slots  # ids
         self._slots_R = torch.full((max_rows + 1,), -1, dtype=torch.int32, device=device)
@@ -151,31 +159,29 @@ class AdapterField:
             slots.load(slot, found.layers.get(name, none))
 
 
-def _adapted_layers(config: LoraRun, model: Decoder, num_ranks: int) -> dict[str, Linear]:
-    """The linear layers that get slots: those whose modules are named, or all of the model's. What
-    drafts for it has none: its drafts are checked."""
-    layers = {
+def _linear_layers(model: Decoder) -> dict[str, Linear]:
+    """Of this stage. What drafts for the model is not among them: its drafts are checked."""
+    return {
         name: one
         for name, one in model.named_modules()
         if isinstance(one, Linear) and not name.startswith("draft_head.")
     }
+
+
+def _adapted(sizes: dict[str, WholeSizes], config: LoraRun, rules: Rules) -> dict[str, WholeSizes]:
+    """Of the linear layers of all stages those that get slots: whose modules are named, or all."""
     wanted = set(config.target_modules) or _targets(config)
     if wanted is None:
-        return layers
-    named = {name: set(module_names(model.weight_rules, name, layers)) for name in layers}
+        return sizes
+    named = {name: set(module_names(rules, name, sizes)) for name in sizes}
     known = set().union(*named.values())
-    asked = sorted(wanted)
-    # Of all stages.
-    num_ranks = 1 if model.stage.is_first and model.stage.is_last else num_ranks
-    _, _, device = model.hidden_states
-    is_known = largest([name in known for name in asked], num_ranks, device)
-    if unknown := [name for name, found in zip(asked, is_known, strict=True) if not found]:
+    if unknown := sorted(wanted - known):
         raise ConfigError(
             f"lora_config.lora_target_modules names {', '.join(unknown)}: this model has no such "
             f"linear layers, but {', '.join(sorted(known))}; experts, embeddings and the head take "
             "no adapters"
         )
-    return {name: layer for name, layer in layers.items() if named[name] & wanted}
+    return {name: size for name, size in sizes.items() if named[name] & wanted}
 
 
 def _targets(config: LoraRun) -> set[str] | None:

@@ -40,7 +40,7 @@ _GROUP = "penstock.drafters"  # of entry points
 
 class Drafter(Protocol):
     max_drafts: int  # K
-    follows_steps: bool = False  # it is told of steps, and what they fed
+    reads_steps: bool = False  # it is told of steps, and what they fed
     reads_hidden: bool = False  # and what the model computed in them
 
     def capture(

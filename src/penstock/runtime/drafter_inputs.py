@@ -34,7 +34,7 @@ class DrafterInputs:
     num_accepted_N: Tensor
     max_drafts: int | None  # worth drafting; None: as many as the drafter likes
     max_kv_lens: Int32s  # host, of each row: it has blocks for so many tokens
-    fed: FedTokens | None  # for drafters that follow steps; None: not this one
+    fed: FedTokens | None  # for drafters that read steps; None: not this one
     # Rows of each data-parallel rank, where ranks differ: one without any drafts for a padding row.
     rank_rows: tuple[int, ...] | None = None
 

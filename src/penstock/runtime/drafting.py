@@ -63,7 +63,7 @@ class Drafting:
     def __init__(self, drafter: Drafter | None, rows: Rows) -> None:
         self.drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
-        self._has_follower = drafter is not None and drafter.follows_steps
+        self._reads_steps = drafter is not None and drafter.reads_steps
         self._rows = rows
 
     def capture(self, pool: GraphPool, config: RunConfig, max_kv_len: int) -> None:
@@ -82,9 +82,9 @@ class Drafting:
 
     # What a step has fed
 
-    def follows(self, plan: StepPlan) -> bool:
-        """Whether the drafter is told what the step fed. Not the engine's `core.followers`."""
-        return self._has_follower and plan.is_followed
+    def reads(self, plan: StepPlan) -> bool:
+        """Whether the drafter is told what the step fed."""
+        return self._reads_steps and plan.is_followed
 
     def fed(
         self,
@@ -93,11 +93,11 @@ class Drafting:
         hidden_TE: Tensor | None,
         logit_index_L: Tensor | None,
     ) -> Fed | None:
-        return _fed(batch, hidden_TE, logit_index_L) if self.follows(plan) else None
+        return _fed(batch, hidden_TE, logit_index_L) if self.reads(plan) else None
 
     def fed_by_mix(self, plan: StepPlan, outputs: Outputs, has_drafts: bool) -> Fed | None:
         """By a graph of a step with prompts: the batch is built again, of what it was fed."""
-        if not self.follows(plan):
+        if not self.reads(plan):
             return None
         hidden_TE = outputs.hidden_TE
         if not plan.num_entries:
@@ -110,7 +110,7 @@ class Drafting:
         self, plan: StepPlan, outputs: Outputs, offsets: Int32s | None
     ) -> Fed | None:
         """The same of decodes alone; `offsets` as `Rows.fed_ids` takes them."""
-        if not self.follows(plan):
+        if not self.reads(plan):
             return None
         kv_lens_L, rows_L, hidden_TE = outputs.kv_lens_N, outputs.rows_N, outputs.hidden_TE
         if not len(rows_L):
@@ -146,7 +146,7 @@ class Drafting:
 
     def accept(self, drawn: Drawn) -> Outcome:
         """Rows go on from what counts, and have drafts behind it."""
-        rests = self._has_follower and not drawn.plan.is_followed
+        rests = self._reads_steps and not drawn.plan.is_followed
         if drawn.drafted is None and (self.drafter is None or rests):
             self._rows.accept(drawn.rows_L, drawn.token_ids_L)
             if drawn.accept is not None:
@@ -176,7 +176,7 @@ class Drafting:
     def keep_up(self, plan: StepPlan, fed: Fed | None) -> None:
         """Where nothing is drawn. Where other ranks draft, whose layers need this one, too, it
         drafts for the padding row."""
-        if self.drafter is None or not self.follows(plan):
+        if self.drafter is None or not self.reads(plan):
             return
         assert fed is not None
         peers = plan.peers

@@ -12,7 +12,7 @@ import torch
 
 from penstock import log
 from penstock.ipc.channel import Peer
-from penstock.ipc.messages import Forward, Sample
+from penstock.ipc.messages import Forward, SampleTokens
 from penstock.runtime.device_step import DeviceStep
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.rank_parts import RankPart, join_results, split_late, split_plan
@@ -111,7 +111,7 @@ class RankExecutor:
             for dp_rank, samples in zip(self._dp_ranks, self._samples, strict=True)
         )
         for peer, theirs in zip(self._peers, others, strict=True):
-            peer.send(Sample(step_id=step_id, late=theirs))
+            peer.send(SampleTokens(step_id=step_id, late=theirs))
         try:
             step = self._runner.sample(step_id, own)
         except torch.OutOfMemoryError as error:

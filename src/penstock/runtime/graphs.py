@@ -40,12 +40,12 @@ class Outputs(NamedTuple):
 
 
 GraphStep = Callable[[Tensor, bool], Outputs]
-"""From `decode_inputs`, or from a step as `StepShape` packs it, and whether the batch has fields of
-features; builds everything on the device and waits for nothing."""
+"""From `padding_inputs`, or from a step as `StepShape` packs it, and whether the batch has fields
+of features; builds everything on the device and waits for nothing."""
 T = TypeVar("T")
 
 
-def decode_inputs(rows: Rows, size: int, is_plain: bool = False) -> Tensor:
+def padding_inputs(rows: Rows, size: int, is_plain: bool = False) -> Tensor:
     """Of a step of padding alone, from which one is captured: rows, and where graphs take drafts
     behind them how far each token is from its row's last one."""
     width = 1 if is_plain else rows.decode_width
@@ -199,7 +199,7 @@ class DecodeGraphs:
     def capture(self, pool: GraphPool) -> None:
         for size in self._sizes[::-1].tolist():
             for has_fields in self._rows.graph_kinds:
-                inputs = decode_inputs(self._rows, size, self._is_plain)
+                inputs = padding_inputs(self._rows, size, self._is_plain)
                 self._captured[size, has_fields] = pool.capture(self._step, inputs, has_fields)
 
     def fits(self, num_entries: int) -> bool:

@@ -39,7 +39,7 @@ class DraftHead(Protocol):
 
 
 class HeadDrafter:
-    follows_steps = reads_hidden = True
+    reads_steps = reads_hidden = True
 
     def __init__(
         self,

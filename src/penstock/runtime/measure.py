@@ -62,12 +62,12 @@ def measure_costs(runner: ModelRunner, config: RunConfig) -> StepCosts | None:
         decodes.append(num)
     if not decodes:
         return None
-    plain, following, drafting, single, full = zip(*found, strict=True)
+    plain, keeping_up, drafting, single, full = zip(*found, strict=True)
     return StepCosts(
         max_drafts=max_drafts,
         decodes=tuple(decodes),
         plain=plain,
-        following=following,
+        keeping_up=keeping_up,
         drafting=drafting,
         single=single,
         full=full,

@@ -23,7 +23,7 @@ from penstock.types.step import RowJoin
 
 
 class ModelDrafter:
-    follows_steps, reads_hidden = True, False
+    reads_steps, reads_hidden = True, False
 
     def __init__(self, model: Decoder, rows: Rows, max_drafts: int) -> None:
         self._model, self._rows, self.max_drafts = model, rows, max_drafts

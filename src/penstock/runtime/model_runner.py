@@ -52,7 +52,7 @@ class _Forwarded:
     ran_as: RanAs
     drafted: DraftedRows | None = None
     pooled: Pooled | None = None
-    fed: Fed | None = None  # for a drafter that follows the step
+    fed: Fed | None = None  # for a drafter that reads the step
     accept: Accept | None = None
 
 
@@ -175,7 +175,7 @@ class ModelRunner:
         if graphs is None or load.is_eager or not graphs.fits(load.num_decodes):
             return None
         plain = self._plain_graphs
-        needs_hidden = self.drafting.reads_hidden and self.drafting.follows(plan)
+        needs_hidden = self.drafting.reads_hidden and self.drafting.reads(plan)
         if plain is not None and not needs_hidden and plain.fits(load.num_decodes):
             graphs = plain
         outputs = graphs.replay(self._link, plan.rows, None, load.num_decodes)
@@ -224,8 +224,8 @@ class ModelRunner:
 
     def _decode(self, plan: StepPlan, inputs: StepInputs) -> _Forwarded:
         """Decodes alone, which no CUDA graph takes: by a CPU graph, else eagerly."""
-        logits_LV, follows = None, self.drafting.follows(plan)
-        if self._cpu_graphs is not None and not (follows and self.drafting.reads_hidden):
+        logits_LV, is_read = None, self.drafting.reads(plan)
+        if self._cpu_graphs is not None and not (is_read and self.drafting.reads_hidden):
             logits_LV = self._cpu_graphs.run(inputs.batch)
         if logits_LV is None:
             return self._run_eager(plan, inputs)

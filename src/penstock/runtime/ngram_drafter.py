@@ -21,7 +21,7 @@ from penstock.types.step import RowJoin
 
 
 class NGramDrafter:
-    follows_steps = reads_hidden = False
+    reads_steps = reads_hidden = False
 
     def __init__(
         self, max_rows: int, max_seq_len: int, drafting: NGramDrafting, device: torch.device

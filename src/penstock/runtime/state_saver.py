@@ -48,7 +48,7 @@ class _Copy:
 
 
 class StateSaver:
-    follows_steps = reads_hidden = True
+    reads_steps = reads_hidden = True
     max_drafts = 0
 
     def __init__(self, saving: StateSaving, *, writes: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from penstock.config.run import RunConfig
 from penstock.layers.decoder import Decoder
 from penstock.parallel.mesh import RankMesh
-from penstock.runtime.graphs import decode_inputs
+from penstock.runtime.graphs import padding_inputs
 from penstock.runtime.input_batch import Rows
 from penstock.runtime.model_runner import ModelRunner
 from penstock.runtime.profile_steps import (
@@ -62,7 +62,7 @@ def run_decodes(
         for size, is_plain in itertools.product(sizes, kinds):
             for has_fields in rows.graph_kinds:
                 step = runner.decode_step(max_kv_len, is_plain)
-                step(decode_inputs(rows, size, is_plain), has_fields)
+                step(padding_inputs(rows, size, is_plain), has_fields)
 
 
 def run_padded(

@@ -24,7 +24,7 @@ from penstock.ipc.messages import (
     RankFailed,
     RankReady,
     RankResult,
-    Sample,
+    SampleTokens,
     Stop,
     ToRank,
 )
@@ -110,7 +110,7 @@ def run(task: WorkerTask, receive: Callable[[], Any], connect: Callable[[], Peer
                 case Forward(plan=plan):
                     assert runner is not None
                     runner.forward(plan)
-                case Sample(step_id=step_id, late=late):
+                case SampleTokens(step_id=step_id, late=late):
                     assert runner is not None
                     step = runner.sample(step_id, late)
                     if results is not None:

@@ -120,7 +120,7 @@ class Request:
     )
 
     @property
-    def is_followed(self) -> bool:
+    def has_followers(self) -> bool:
         """Whether followers want to know when it ends."""
         return self.late_inputs or self.adapter is not None
 

@@ -235,18 +235,8 @@ class StepResult:
     pooled: dict[int, Float32s] = field(default_factory=dict)
     ran_as: RanAs = RanAs.EAGER
 
-    @property
-    def drafts(self) -> list[list[int]] | None:
-        """`draft_ids`, as numbers of Python."""
-        drafts: list[list[int]] | None = None
-        if self.draft_ids is not None:
-            drafts = self.draft_ids.tolist()
-        return drafts
-
-    @property
-    def num_drafts(self) -> Int32s:
-        """What each entry's row has drafted."""
+    def drafts(self) -> tuple[list[int], list[list[int]] | None]:
+        """How many tokens each entry's row has drafted, and `draft_ids`, as numbers of Python."""
         if self.draft_ids is None:
-            return np.zeros(len(self.num_accepted), np.int32)
-        num_drafts: Int32s = (self.draft_ids >= 0).sum(1, dtype=np.int32)
-        return num_drafts
+            return [0] * len(self.num_accepted), None
+        return (self.draft_ids >= 0).sum(1).tolist(), self.draft_ids.tolist()

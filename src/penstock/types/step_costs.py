@@ -12,7 +12,7 @@ Float64s = NDArray[np.float64]
 class StepCosts:
     """Seconds of a step by its number of decodes, which ascend, one at least.
 
-    `plain`: the drafter rests. `following`: it keeps up with the text and drafts nothing.
+    `plain`: the drafter rests. `keeping_up`: it keeps up with the text and drafts nothing.
     `drafting`: it drafts `max_drafts` tokens behind each decode, none is fed. `single`: one decode
     feeds one of them. `full`: each decode feeds as many.
     """
@@ -20,7 +20,7 @@ class StepCosts:
     max_drafts: int
     decodes: tuple[int, ...]
     plain: tuple[float, ...]
-    following: tuple[float, ...]
+    keeping_up: tuple[float, ...]
     drafting: tuple[float, ...]
     single: tuple[float, ...]
     full: tuple[float, ...]
@@ -31,15 +31,15 @@ class StepCosts:
     def seconds(self, num_decodes: int, num_passes: int, num_fed: NDArray[np.int64]) -> Float64s:
         """Of steps whose decodes feed so many drafts in all, and are drafted `num_passes` each for
         the next."""
-        following, drafting, single, full = (
+        keeping_up, drafting, single, full = (
             self._at(column, num_decodes)
-            for column in (self.following, self.drafting, self.single, self.full)
+            for column in (self.keeping_up, self.drafting, self.single, self.full)
         )
-        per_pass = (drafting - following) / self.max_drafts
+        per_pass = (drafting - keeping_up) / self.max_drafts
         # A step that feeds any draft is another one: more to launch, a GEMM of one more tile.
         per_further = (full - single) / max(1, num_decodes * self.max_drafts - 1)
         of_fed = (single - drafting) * (num_fed > 0) + per_further * np.maximum(num_fed - 1, 0)
-        return of_fed + (following + num_passes * per_pass)
+        return of_fed + (keeping_up + num_passes * per_pass)
 
     def _at(self, column: tuple[float, ...], num_decodes: int) -> float:
         """Between two numbers of decodes and behind the last along a line."""

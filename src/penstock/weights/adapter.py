@@ -7,7 +7,7 @@ get their parts and rows of queries and keys their order.
 # R rank, I inputs, O outputs
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,16 +42,29 @@ class HostAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeSizes:
+    """Of a layer on all ranks together."""
+
+    outputs: tuple[int, ...]  # of each part
+    inputs: int
+
+
+def whole_sizes(layer: Linear) -> WholeSizes:
+    outputs = tuple(shard.full_size for shard in layer.shape.outputs)
+    return WholeSizes(outputs, layer.shape.inputs.full_size)
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterReader:
-    """`layers`: those of the model that take adapters, by name. `is_elsewhere`: whether another
-    stage has a layer."""
+    """`layers`: those of this stage that take adapters, by name. `sizes`: of those of all stages,
+    so that each of them refuses what does not fit one."""
 
     rules: Rules
     layers: Mapping[str, Linear]
+    sizes: Mapping[str, WholeSizes]
     max_rank: int
     dtype: torch.dtype
     is_pinned: bool
-    is_elsewhere: Callable[[str], bool] = lambda name: False
 
     @torch.inference_mode()
     def read(self, folder: Path) -> HostAdapter:
@@ -99,18 +112,19 @@ class AdapterReader:
     ) -> None:
         target = self.rules.target(name)
         layer_name = "" if target is None else target.parameter.removesuffix(".weight")
-        layer = self.layers.get(layer_name)
-        if layer is None and _may_have(layer_name) and self.is_elsewhere(layer_name):
-            return
-        if target is None or layer is None:
+        whole = self.sizes.get(layer_name)
+        if target is None or whole is None:
             raise ConfigError(f"the adapter in '{folder}' changes '{module}': {self._why(name)}")
-        outputs, inputs = layer.shape.outputs[target.part], layer.shape.inputs
-        if b_OR.shape[0] != outputs.full_size or a_RI.shape[1] != inputs.full_size:
+        size = whole.outputs[target.part], whole.inputs
+        if (b_OR.shape[0], a_RI.shape[1]) != size:
             raise ConfigError(
                 f"the adapter in '{folder}': '{module}' changes a matrix of "
-                f"[{b_OR.shape[0]}, {a_RI.shape[1]}], the model's is "
-                f"[{outputs.full_size}, {inputs.full_size}]: it is made for another model"
+                f"[{b_OR.shape[0]}, {a_RI.shape[1]}], the model's is {[*size]}: it is made for "
+                "another model"
             )
+        if (layer := self.layers.get(layer_name)) is None:
+            return  # another stage's
+        outputs, inputs = layer.shape.outputs[target.part], layer.shape.inputs
         parts = found.setdefault(layer_name, [None] * len(layer.shape.outputs))
         rows_OR = b_OR.read((outputs.source.slice, slice(None)))
         parts[target.part] = LoraPair(
@@ -130,7 +144,7 @@ class AdapterReader:
         if inside.startswith(_OUTSIDE):
             return "embeddings and the head take no adapters"
         known = sorted(
-            {name for layer in self.layers for name in module_names(self.rules, layer, self.layers)}
+            {name for layer in self.sizes for name in module_names(self.rules, layer, self.sizes)}
         )
         return (
             f"no layer of this run takes it; those that do are {', '.join(known)} (see "
@@ -142,14 +156,9 @@ def _is_of_experts(name: str) -> bool:
     return ".experts." in f".{name}"
 
 
-def _may_have(layer_name: str) -> bool:
-    """Whether a layer of that name takes adapters, as far as the name tells."""
-    return not _is_of_experts(f"{layer_name}.") and not f"{layer_name}.".startswith(_OUTSIDE)
-
-
-def module_names(rules: Rules, name: str, layers: Mapping[str, Linear]) -> list[str]:
+def module_names(rules: Rules, name: str, sizes: Mapping[str, WholeSizes]) -> list[str]:
     """What checkpoints call the parts of a layer: "q_proj", "k_proj", "v_proj"."""
-    parts = range(len(layers[name].shape.outputs))
+    parts = range(len(sizes[name].outputs))
     return [rules.source(Target(name, part)).rpartition(".")[2] for part in parts]
 
 

@@ -85,11 +85,11 @@ class ScriptedHttp:
         self.most_open = max(self.most_open, self.num_open)
         try:
             for piece in self._script(head.split()[1], body):
+                await asyncio.sleep(self._pause_s)  # none behind the last: the client goes on then
                 if piece is None:
                     return False
                 writer.write(piece)
                 await writer.drain()
-                await asyncio.sleep(self._pause_s)
         finally:
             self.num_open -= 1
         return True

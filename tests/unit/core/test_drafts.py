@@ -18,7 +18,7 @@ COSTS = StepCosts(
     max_drafts=MOST,
     decodes=(1, 16, 256),
     plain=(1.0, 1.1, 2.0),
-    following=(1.02, 1.15, 2.1),
+    keeping_up=(1.02, 1.15, 2.1),
     drafting=(1.05, 1.2, 2.3),
     single=(1.06, 1.3, 2.4),
     full=(1.1, 1.6, 8.2),
@@ -97,7 +97,7 @@ def test_only_sequences_that_the_drafter_has_followed_try_drafts():
 def test_where_no_draft_could_pay_prompts_pass_the_drafter_by_until_there_are_decodes_enough():
     """From 16 decodes on a draft is cheap."""
     costs = replace(
-        COSTS, plain=(1.0, 4.0, 60.0), following=(1.1, 4.1, 60.5), drafting=(2.5, 4.2, 61.0),
+        COSTS, plain=(1.0, 4.0, 60.0), keeping_up=(1.1, 4.1, 60.5), drafting=(2.5, 4.2, 61.0),
         single=(3.0, 4.3, 61.5), full=(5.0, 4.5, 70.0),
     )  # fmt: skip
     lengths = lengths_of(costs)
@@ -135,9 +135,9 @@ def test_each_sequence_has_a_length_of_its_own_and_a_new_one_begins_with_what_al
 )
 def test_what_is_chosen_is_expected_to_be_no_slower(rights, steps, num_decodes):
     plain, *others = (tuple(one) for one in np.sort(np.reshape(steps, (5, 3)), axis=0).tolist())
-    following, drafting, single, full = others
+    keeping_up, drafting, single, full = others
     costs = StepCosts(
-        max_drafts=MOST, decodes=(1, 16, 256), plain=plain, following=following,
+        max_drafts=MOST, decodes=(1, 16, 256), plain=plain, keeping_up=keeping_up,
         drafting=drafting, single=single, full=full,
     )  # fmt: skip
     lengths = lengths_of(costs)
@@ -163,7 +163,7 @@ def test_costs_lie_on_lines_between_what_was_measured():
     assert COSTS.seconds(1, 1, none)[0] == pytest.approx(1.02 + 0.03 / 3)
     assert COSTS.seconds(16, MOST, np.array([1]))[0] == pytest.approx(1.3)
     one = StepCosts(
-        max_drafts=1, decodes=(1,), plain=(1.0,), following=(1.1,), drafting=(1.5,),
+        max_drafts=1, decodes=(1,), plain=(1.0,), keeping_up=(1.1,), drafting=(1.5,),
         single=(2.0,), full=(2.0,),
     )  # fmt: skip
     assert one.seconds(64, 1, np.array([64]))[0] == 2.0

@@ -7,7 +7,7 @@ from penstock.ipc.messages import (
     EngineInfo,
     Forward,
     Ready,
-    Sample,
+    SampleTokens,
     Submit,
     ToClient,
     ToEngine,
@@ -51,11 +51,11 @@ def test_cache_operations_arrive_in_order_and_as_what_they_are():
 def test_late_inputs_and_grammars_arrive_as_they_were():
     bitmasks = np.array([[-1, 5], [2**31 - 1, -(2**31)]], np.int32)
     late = LateInputs(positions=np.array([0, 7], np.int32), bitmasks=bitmasks)
-    arrived = decoder(ToRank).decode(encode(Sample(step_id=3, late=late)))
+    arrived = decoder(ToRank).decode(encode(SampleTokens(step_id=3, late=late)))
     assert arrived.step_id == 3 and arrived.late.positions.tolist() == [0, 7]
     assert arrived.late.bitmasks.dtype == np.int32
     assert np.array_equal(arrived.late.bitmasks, bitmasks)
-    none = decoder(ToRank).decode(encode(Sample(step_id=4, late=LateInputs())))
+    none = decoder(ToRank).decode(encode(SampleTokens(step_id=4, late=LateInputs())))
     assert none.late.positions.shape == (0,) and none.late.bitmasks.size == 0
     grammar = Grammar(text="start: /ü/", min_tokens=3)
     request = Request(

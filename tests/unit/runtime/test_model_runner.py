@@ -35,8 +35,9 @@ def test_results_are_wide_and_chunks_that_do_not_sample_have_none():
     assert result.num_accepted.tolist() == [1, 2, 1, 0, 1]
     found = [ids[:n].tolist() for ids, n in zip(result.token_ids, result.num_accepted, strict=True)]
     assert found == [[10], [11, 12], [14], [], [16]]
-    assert result.num_drafts.tolist() == [0, 2, 1, 0, 0]
-    assert result.draft_ids.tolist() == [[-1, -1], [4, 5], [4, -1], [-1, -1], [-1, -1]]
+    num_drafts, drafts = result.drafts()
+    assert num_drafts == [0, 2, 1, 0, 0]
+    assert drafts == [[-1, -1], [4, 5], [4, -1], [-1, -1], [-1, -1]]
     assert not result.failures and PLAN.has_drafts
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from joins import join
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -22,24 +23,10 @@ from penstock.sampling.logits_processors import make_stages
 from penstock.sampling.sampler import Sampler
 from penstock.sampling.stage import StepRows
 from penstock.sampling.state import SamplingState
-from penstock.types.sampling import SamplingParams
 from penstock.types.step import LateInputs, RowJoin
 
 VOCAB = 97
 CPU = torch.device("cpu")
-
-
-def join(row: int, token_ids=(5, 6), num_prompt=None, stop_ids=(), **sampling) -> RowJoin:
-    return RowJoin(
-        request_id=100 + row,
-        dp_rank=0,
-        row=row,
-        token_ids=np.array(token_ids, np.int32),
-        num_computed=0,
-        num_prompt=len(token_ids) if num_prompt is None else num_prompt,
-        sampling=SamplingParams(**sampling),
-        stop_ids=stop_ids,
-    )
 
 
 class State(SamplingState):

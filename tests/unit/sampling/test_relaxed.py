@@ -7,22 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from joins import join
 
 from penstock.config.run import ThinkingDrafts, TypicalDrafts
 from penstock.sampling.relaxed import RelaxedDraws
 from penstock.sampling.verification import DraftedRows, verify
-from penstock.types.sampling import SamplingParams
-from penstock.types.step import RowJoin
 
 VOCAB, BEGIN, END = 12, 10, 11
 CPU = torch.device("cpu")
-
-
-def joined(row: int, ids: list[int]) -> RowJoin:
-    return RowJoin(
-        request_id=row, dp_rank=0, row=row, token_ids=np.array(ids, np.int32), num_computed=0,
-        num_prompt=len(ids), sampling=SamplingParams(), stop_ids=(),
-    )  # fmt: skip
 
 
 def is_near(probs: list[float], draft: int, asked) -> bool:
@@ -50,7 +42,7 @@ def test_tokens_are_those_of_a_plain_walk(seed, asked):
     num_rows, most = 3, 3
     draws = RelaxedDraws(asked, num_rows, CPU)
     prompts = [[1, BEGIN, 2], [BEGIN, END], [3]]
-    draws.join([joined(row, ids) for row, ids in enumerate(prompts)])
+    draws.join([join(row, ids) for row, ids in enumerate(prompts)])
     texts = [list(ids) for ids in prompts]
     for _ in range(6):
         # Those with drafts follow the others.
@@ -93,7 +85,7 @@ def test_tokens_are_those_of_a_plain_walk(seed, asked):
 
 def test_a_strict_rule_takes_nothing_but_the_likeliest():
     draws = RelaxedDraws(ThinkingDrafts(top_k=1, delta=0.0, begin=BEGIN, end=END), 1, CPU)
-    draws.join([joined(0, [BEGIN])])
+    draws.join([join(0, [BEGIN])])
     logits_LV = torch.randn(2, VOCAB)
     drawn_L = logits_LV.argmax(-1)
     drafted = DraftedRows(np.array([2], np.int32), torch.tensor([[(int(drawn_L[0]) + 1) % VOCAB]]))
@@ -104,8 +96,8 @@ def test_a_strict_rule_takes_nothing_but_the_likeliest():
 def test_a_row_that_joins_begins_anew(token):
     asked = ThinkingDrafts(top_k=VOCAB, delta=1.0, begin=BEGIN, end=END)
     draws = RelaxedDraws(asked, 1, CPU)
-    draws.join([joined(0, [BEGIN])])
-    draws.join([joined(0, [token])])
+    draws.join([join(0, [BEGIN])])
+    draws.join([join(0, [token])])
     logits_LV = torch.arange(VOCAB * 2.0).view(2, VOCAB)
     drafted = DraftedRows(np.array([2], np.int32), torch.tensor([[4]]))
     taken_L = draws.take(
@@ -117,7 +109,7 @@ def test_a_row_that_joins_begins_anew(token):
 def test_a_draft_that_a_mask_forbids_is_not_taken_however_few_are_likelier():
     asked = ThinkingDrafts(top_k=5, delta=0.9, begin=BEGIN, end=END)
     draws = RelaxedDraws(asked, 1, CPU)
-    draws.join([joined(0, [BEGIN])])
+    draws.join([join(0, [BEGIN])])
     logits_LV = torch.full((2, VOCAB), -torch.inf)
     logits_LV[:, :2] = 1.0
     for draft, taken in ((1, 1), (7, 0)):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from joins import join
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -13,26 +14,12 @@ from transformers.generation.logits_process import (
 )
 
 from penstock.sampling.sampler import Sampler
-from penstock.types.sampling import SamplingParams
 from penstock.types.step import RowJoin
 
 CPU = torch.device("cpu")
 MAX_ROWS = 8
 # Upper 1e-4 quantiles of chi-square, for the number of tokens left minus one.
 CHI_SQUARE = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51, 5: 25.74, 9: 33.72, 19: 50.80}
-
-
-def join(row: int, token_ids=(5, 6), num_prompt=None, request_id=0, **sampling) -> RowJoin:
-    return RowJoin(
-        request_id=request_id,
-        dp_rank=0,
-        row=row,
-        token_ids=np.array(token_ids, np.int32),
-        num_computed=0,
-        num_prompt=len(token_ids) if num_prompt is None else num_prompt,
-        sampling=SamplingParams(**sampling),
-        stop_ids=(),
-    )
 
 
 def make_sampler(*joins: RowJoin, vocab_size: int = 20) -> Sampler:

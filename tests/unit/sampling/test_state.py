@@ -4,10 +4,9 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from joins import join
 
 from penstock.sampling.state import SamplingFlags, SamplingState, mix_seed
-from penstock.types.sampling import SamplingParams
-from penstock.types.step import RowJoin
 
 VOCAB = 11
 MAX_ROWS = 6
@@ -15,19 +14,6 @@ MAX_ROWS = 6
 
 def make_state() -> SamplingState:
     return SamplingState(max_rows=MAX_ROWS, vocab_size=VOCAB, device=torch.device("cpu"), seed=3)
-
-
-def join(row: int, token_ids=(5, 6), num_prompt=None, request_id=7, **sampling) -> RowJoin:
-    return RowJoin(
-        request_id=request_id,
-        dp_rank=0,
-        row=row,
-        token_ids=np.array(token_ids, np.int32),
-        num_computed=0,
-        num_prompt=len(token_ids) if num_prompt is None else num_prompt,
-        sampling=SamplingParams(**sampling),
-        stop_ids=(),
-    )
 
 
 def test_every_parameter_reaches_its_own_column():
