@@ -22,8 +22,11 @@ def setup(process: str, level: str | None = None) -> None:
     # Not in the format, so nobody need find them out for every record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     name = (level or os.environ.get("PENSTOCK_LOG_LEVEL", "info")).lower()
+    least = _LEVELS.get(name, logging.INFO)
+    # At info it has a line for each request it sends: of a batch, for each of its requests.
+    logging.getLogger("httpx").setLevel(logging.WARNING if least == logging.INFO else least)
     logging.basicConfig(
-        level=_LEVELS.get(name, logging.INFO),
+        level=least,
         stream=sys.stderr,
         format=f"%(asctime)s %(levelname).1s [{process}] %(message)s",
         datefmt="%H:%M:%S",

@@ -242,7 +242,8 @@ CASES: dict[str, tuple[tuple[str, str, Any], int, str]] = {
     "too many messages": (chat(messages=HI * 5000), 400, "at most 4096"),
     "two limits": (chat(max_completion_tokens=2), 400, "they mean the same"),
     "top_logprobs alone": (chat(top_logprobs=2), 400, "needs logprobs"),
-    "many top_logprobs": (chat(logprobs=True, top_logprobs=21), 400, "logprobs is 21"),
+    "many top_logprobs": (chat(logprobs=True, top_logprobs=21), 400, "top_logprobs is 21"),
+    "no max_completion_tokens": (chat(max_completion_tokens=0), 400, "max_completion_tokens is 0:"),
     "number as logprobs": (chat(logprobs=2), 400, "logprobs is 2"),
     "nothing to continue": (
         chat(continue_final_message=True),

@@ -294,4 +294,5 @@ def test_a_real_server_goes_on_with_a_batch_after_a_restart(tmp_path):
         assert done.status == "completed" and done.request_counts.completed == 40
         results = client.files.content(done.output_file_id).text.splitlines()
         assert results[: len(before)] == before and len(results) == 40
+        assert "HTTP Request" not in server.log.read_text()  # a line of httpx for each
         assert {json.loads(one)["custom_id"] for one in results} == {f"r{i}" for i in range(40)}

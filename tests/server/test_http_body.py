@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import gzip
 import itertools
 import json
 import select
@@ -311,3 +312,17 @@ def test_what_a_body_held_is_given_back_however_it_ends():
     assert bodies.num_held_bytes == 0
     assert asyncio.run(read(large + b"x", list)) == (None, [])
     assert bodies.num_held_bytes == 0
+
+
+def test_a_compressed_body_is_refused_by_its_name_and_the_connection_goes_on():
+    packed = gzip.compress(b'{"prompt": "Hi", "max_tokens": 2}' * 1000)
+    with running_server(FakePipeline()) as server, httpx.Client(base_url=server.url) as client:
+        for _ in range(2):
+            for coding in ("gzip", "br, gzip"):
+                headers = {"content-encoding": coding}
+                reply = client.post(COMPLETIONS, content=packed, headers=headers)
+                assert reply.status_code == 400
+                assert f"Content-Encoding is '{coding}'" in reply.json()["error"]["message"]
+            plain = {"prompt": "Hi", "max_tokens": 2}
+            reply = client.post(COMPLETIONS, json=plain, headers={"content-encoding": "identity"})
+            assert reply.status_code == 200

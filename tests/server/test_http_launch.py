@@ -1,5 +1,6 @@
 """`serve`: binds first, is ready when it says so, stops in order, fails loudly."""
 
+import errno
 import json
 import os
 import shlex
@@ -194,6 +195,28 @@ def test_a_port_that_somebody_else_has_is_told_soon_too(monkeypatch):
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match="in use; choose another with --port"):
             bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        ("192.0.2.1", 8000, "192.0.2.1 port 8000: .*; give an address of this machine with --host"),
+        ("no-such-host.invalid", 8000, "invalid port 8000: .*; give an address of this machine"),
+    ],
+)
+def test_an_address_that_is_not_ours_is_told_and_not_asked(monkeypatch, host, port, said):
+    monkeypatch.setattr("penstock.server.launch._who_listens", lambda *_: pytest.fail("asked"))
+    with pytest.raises(ConfigError, match=said):
+        bind(host, port)
+
+
+def test_a_port_that_needs_rights_is_told(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("socket.socket.bind", refuse)
+    with pytest.raises(ConfigError, match="Permission denied; choose one above 1023 with --port"):
+        bind("127.0.0.1", 80)
 
 
 def test_a_mistyped_model_is_told_before_a_port_that_is_taken(start):

@@ -5,6 +5,8 @@
 
 import argparse
 import importlib
+import os
+import select
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +24,8 @@ from penstock.cli.offline_flags import add_offline_flags, add_prepare_flags
 from penstock.cli.parser import Parser
 from penstock.errors import ConfigError, PenstockError
 
-_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+# What a shell reports for Ctrl-C, and for a program whose reader has left (`| head`).
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
 _QUANTIZE_FORMATS = ("fp8", "int8_sq", "nvfp4", "mxfp4", "awq", "gptq")
 _TUNED_OPS = ("gemv", "small_m", "decode", "prefill", "experts")
 _OLD_TUNED_OPS = {"tiles": "small_m"}
@@ -326,7 +329,11 @@ def _trtllm_eval_parser() -> Parser:
 def _exit(build: Callable[[], Parser], argv: Sequence[str]) -> NoReturn:
     """Run the command and end with its status: 2 for a user's mistake, 1 for a failure."""
     try:
-        status = _run(build(), argv)
+        try:
+            status = _run(build(), argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 2
@@ -335,7 +342,24 @@ def _exit(build: Callable[[], Parser], argv: Sequence[str]) -> NoReturn:
         status = 1
     except KeyboardInterrupt:
         status = _INTERRUPTED
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        status = _BROKEN_PIPE
     raise SystemExit(status)
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads our output; what is left of it then goes nowhere, without an error."""
+    if sys.stdout is None:
+        return False
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _run(parser: Parser, argv: Sequence[str]) -> int:

@@ -185,7 +185,7 @@ _LIMITS = {
     "max_num_tokens": SUPPORTED,
     "max_seq_len": SUPPORTED,
     "max_input_len": ignored("a prompt may be as long as max_seq_len leaves room for"),
-    "max_beam_width": ignored("there is no beam search; requests that ask for it are refused", 1),
+    "max_beam_width": ignored("a request says how many beams it keeps (best_of)", 1),
 }
 
 _RUNTIME = {
@@ -296,7 +296,7 @@ _CACHE = {
             "tokens_per_block": SUPPORTED,
             "use_kv_cache_manager_v2": ignored("there is one cache manager", False, True),
             "max_util_for_resume": ignored("a stopped request resumes when it fits", 0.95),
-            "onboard_blocks": ignored("blocks are not moved to host memory yet", False),
+            "onboard_blocks": ignored("blocks in host memory are always read back", False),
         },
     ),
     **_section(
@@ -336,7 +336,7 @@ _OUTPUT = {
     "sampler_type": ignored("there is one sampler", "auto", "TorchSampler"),
     "disable_flashinfer_sampling": ignored("there is one sampler", False, True),
     "sampler_force_async_worker": ignored("there is one sampler", False),
-    "enable_speculative_beam_history_d2h": ignored("there is no beam search", False),
+    "enable_speculative_beam_history_d2h": ignored("beams are kept on the host", False),
     "enable_mixed_sampler": ignored("requests with different sampling always share a step", True),
     "enable_trtllm_sampler": ignored("there is one sampler", False),
     "guided_decoding_backend": ignored(

@@ -64,7 +64,7 @@ class _Running:
     def error(self) -> str | None:
         if self.matcher is None or not self.matcher.is_error():
             return None
-        return f"the output left its grammar: {self.matcher.get_error()}"
+        return f"the grammar cannot go on: {self.matcher.get_error()}"
 
     def places(self, drafts: list[int]) -> "list[_Place]":
         """Where its next token stands, and behind each of the drafts that may be that token: behind

@@ -5,7 +5,7 @@ import llguidance
 from penstock.config.schema import EngineConfig
 from penstock.errors import ConfigError
 from penstock.frontend.tokenizer_folder import tokenizer_folder
-from penstock.text.grammars.library import LIMITS, make_vocabulary
+from penstock.text.grammars.library import limits_of, make_vocabulary
 from penstock.text.harmony import end_ids
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.model_spec import ModelSpec
@@ -25,7 +25,7 @@ def load_vocabulary(config: EngineConfig, spec: ModelSpec) -> llguidance.LLToken
 
 def make_matcher(vocabulary: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     """Compile a grammar; other threads run meanwhile."""
-    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits_of(grammar))
     tried = matcher.deep_copy()
     if not matcher.is_error():
         tried.compute_bitmask()  # one that is too wide for a mask is found out here

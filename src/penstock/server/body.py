@@ -58,6 +58,12 @@ class _Body:
         announced = request.headers.get("content-length", "0")
         if announced.isascii() and announced.isdigit() and int(announced[:20]) > limits.max_bytes:
             raise limits.too_large()
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding != "identity":
+            raise RequestError(
+                "unsupported_encoding",
+                f"Content-Encoding is {encoding[:_MAX_SHOWN]!r}; send the body as it is",
+            )
         data = bytearray()
         try:
             async for chunk in request.stream():

@@ -6,6 +6,7 @@ or hangs, so that a supervisor notices. The engine takes seconds to import torch
 needs itself is imported meanwhile (`lifespan`), so nothing that takes long may be imported here.
 """
 
+import errno
 import gc
 import resource
 import socket
@@ -64,11 +65,20 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; "
-            f"{_who_listens(host, port)}choose another with --port "
-            f'(make serve ARGS="--port {port + 1}"), or another --host'
+            + _advice(error, host, port)
         ) from None
     listener.set_inheritable(False)
     return listener
+
+
+def _advice(error: OSError, host: str, port: int) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "give an address of this machine with --host, or 0.0.0.0 for all of them"
+    if error.errno == errno.EACCES:
+        return "choose one above 1023 with --port"
+    who = _who_listens(host, port) if error.errno == errno.EADDRINUSE else ""
+    another = f'choose another with --port (make serve ARGS="--port {port + 1}"), or another --host'
+    return who + another
 
 
 def _who_listens(host: str, port: int) -> str:

@@ -37,6 +37,27 @@ def call(entry, *argv: str) -> int:
     return ended.value.code
 
 
+@pytest.mark.parametrize("command", [["recipes"], ["completion", "bash"]])
+def test_output_that_nobody_reads_is_no_error(command):
+    reader, writer = os.pipe()
+    os.close(reader)  # as `penstock recipes | head` does, sooner or later
+    try:
+        program = [sys.executable, "-m", "penstock", *command]
+        done = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_pipe_of_our_own_that_breaks_is_an_error(monkeypatch):
+    def run(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(main_module, "_run", run)
+    with pytest.raises(BrokenPipeError):
+        main(["recipes"])
+
+
 @pytest.mark.parametrize(
     "command",
     [

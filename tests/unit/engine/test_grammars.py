@@ -1,5 +1,6 @@
 """The matchers of an engine: compiled aside, shared, bounded, and where their time is up."""
 
+import json
 import random
 import time
 from concurrent.futures import Future
@@ -64,11 +65,30 @@ def test_masks_name_the_logit_rows_of_requests_that_have_matchers():
     late = held.late_inputs([entry(first), entry(second, 1)])
     assert allowed(late.bitmasks[0]) == set(SPEC.eos_token_ids)
     assert allowed(late.bitmasks[1]) == token_b
-    assert "left its grammar" in held.on_commit(second, [*token_a])
+    assert "the grammar cannot go on" in held.on_commit(second, [*token_a])
     held.on_close(first)
     assert held.late_inputs([entry(first)]).positions.tolist() == []
     held.on_close(second)
     assert held.num_matchers == 0
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_an_object_may_have_as_many_optional_properties_as_the_documentation_says(in_parts):
+    named = {f"field_{i}": {"type": "string"} for i in range(1024)}
+    schema = {"type": "object", "properties": named, "additionalProperties": False}
+    if in_parts:
+        first, second = dict(list(named.items())[:512]), dict(list(named.items())[512:])
+        schema = {"anyOf": [{**schema, "properties": first}, {**schema, "properties": second}]}
+    held = Grammars(TINY, SPEC)
+    one = request(1, json.dumps({"grammars": [{"json_schema": schema}]}))
+    wait(held, one)
+    chance = random.Random(0)
+    for _ in range(30):
+        words = held.late_inputs([entry(one)]).bitmasks[0]
+        ids = sorted(allowed(words) - set(SPEC.eos_token_ids))
+        if not ids:
+            break
+        assert held.on_commit(one, [chance.choice(ids)]) is None
 
 
 def test_several_tokens_may_be_committed_at_once():

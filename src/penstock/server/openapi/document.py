@@ -23,7 +23,7 @@ from penstock.server.openapi.routes import (
 from penstock.types.sampling import BOUNDS
 
 _REF = "#/components/schemas/{}"
-_BOUNDS = {**BOUNDS, "top_logprobs": BOUNDS["logprobs"], "best_of": BOUNDS["n"]}
+_BOUNDS = {**BOUNDS, "best_of": BOUNDS["n"]}
 _CONVERTOR = re.compile(r"{(\w+):\w+}")
 _OPEN_PATHS = ("/health",)
 _ERRORS = {

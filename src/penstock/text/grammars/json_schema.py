@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.errors import RequestError
-from penstock.text.grammars.library import MAX_GRAMMAR_CHARS, fault_of, find_fault
+from penstock.text.grammars.library import (
+    MAX_GRAMMAR_CHARS,
+    MAX_PROPERTIES,
+    fault_of,
+    find_fault,
+)
 
 ANY_OBJECT = '{"type": "object"}'
 _MAX_DEPTH = 64
-_MAX_PROPERTIES = 1024  # of one object; the time to compile them grows with the square
 _MAX_SEARCH_S = 0.25  # for the part that is at fault
 # Between tokens of JSON: nothing, a blank, or a new line and its indentation. Bounded, for a model
 # that likes blanks would write nothing else.
@@ -96,10 +100,10 @@ def _adapted(schema: Any, param: str, depth: int = 0) -> Any:
             "invalid_value", f"{param}: the schema is nested more than {_MAX_DEPTH} deep", param
         )
     named = schema.get("properties")
-    if isinstance(named, dict) and len(named) > _MAX_PROPERTIES:
+    if isinstance(named, dict) and len(named) > MAX_PROPERTIES:
         raise RequestError(
             "invalid_value",
-            f"{param}: an object has {len(named)} properties, at most {_MAX_PROPERTIES} are "
+            f"{param}: an object has {len(named)} properties, at most {MAX_PROPERTIES} are "
             "compiled; make it smaller",
             param,
         )

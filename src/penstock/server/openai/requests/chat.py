@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from penstock.errors import RequestError
 from penstock.server.openai.requests.generation import GenerationFields
-from penstock.server.openai.requests.schema import Count, Int32, Texts, TokenIds, shown
+from penstock.server.openai.requests.schema import Count, Texts, TokenIds, TopLogprobs, shown
 from penstock.types.request import ChatOptions, GenerateInput, ToolRule
 
 MAX_MESSAGES = 4096
@@ -173,9 +173,9 @@ class ChatRequest(GenerationFields):
     }
 
     messages: Messages
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Int32 | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from penstock.errors import RequestError, did_you_mean
 from penstock.server.openai.requests.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from penstock.server.openai.requests.generation import Stop
-from penstock.server.openai.requests.schema import Count, Int32, Strict, Texts, shown
+from penstock.server.openai.requests.schema import Count, Int32, Strict, Texts, TopLogprobs, shown
 from penstock.server.openai.requests.through_chat import parse_chat, refuse_unsupported
 from penstock.server.openai.responses.conversation import messages_of
 
@@ -174,7 +174,7 @@ class ResponsesRequest(Strict):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
     include: Texts | None = None
-    top_logprobs: Int32 | None = None
+    top_logprobs: TopLogprobs | None = None
     metadata: Metadata | None = None
     user: str | None = None
     service_tier: str | None = None

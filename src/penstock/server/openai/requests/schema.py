@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from penstock.errors import RequestError
+from penstock.types.sampling import MAX_LOGPROBS
 
 _MAX_SHOWN = 80  # characters of a wrong value repeated in an error
 _SHORT = reprlib.Repr()  # of a large value the beginning
@@ -47,6 +48,7 @@ def shown_as(kind: Any) -> WithJsonSchema:
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=INT32_MAX)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 # One mistake is told, so one is looked for: of a million there would be a million reports.
 TokenIds = Annotated[list[Count], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
