@@ -3,6 +3,7 @@
     python benchmarks/admission.py [--row 70b-fp8-kv8] [--share 0.93] [--loads burst chat ...]
                                    [--host-gib 16]
     python benchmarks/admission.py --conversations 400 [--in-bursts 512 2048 8192] [--beside 512]
+                                   [--rate 8] [--tokens 1024 1024] [--padding captured none total]
 
 The real scheduler plans; a step takes the roofline time of the row, divided by the share of the
 roofline that is reached, and decodes are padded to the size of a graph. Loads: `burst` is the
@@ -10,11 +11,13 @@ table's 256 requests at once; `chat` 1500 at once whose completions have 400 tok
 no limit; `arriving` 1200 over 2.4 minutes, 600 and 4096; `mixed` 600 whose completions have 200 or
 3500 tokens; `long` 400 of 4000 tokens, limited to 8192.
 
---conversations: instead so many of `penstock bench chat` at once, the 8B (`simulated_chat.py`), by
-the tokens that a step has in a burst.
+--conversations: instead so many of `penstock bench chat`, at once or --rate a second, the 8B
+(`simulated_chat.py`), by the tokens that a step has in a burst and by what mixed steps are padded
+to. --tokens: each is one request of so many tokens in and out.
 """
 
 import argparse
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +26,9 @@ from statistics import quantiles
 import numpy as np
 from roofline import roofline_of
 from shapes import ROWS
-from simulated_chat import Device, simulate_chat
+from simulated_chat import Device, Padding, simulate_chat
 
-from penstock.bench.conversations import Workload
+from penstock.bench.conversations import FileLengths, Turn, Workload
 from penstock.config.graphs import CudaGraphConfig, padded_sizes
 from penstock.config.run import CapacityPolicy, RunConfig
 from penstock.core.chunk_limit import ChunkLimit
@@ -158,20 +161,33 @@ def simulate(
     return Figures(num_out / now, counters.preemptions, most_running, list(first_s.values()))
 
 
-def compare_bursts(num_conversations: int, beside: int, in_bursts: Sequence[int]) -> None:
+def compare_bursts(args: argparse.Namespace) -> None:
     policy = CapacityPolicy.EXPECTED_OUTPUT
     config = replace(run_config(policy, 2048, 8192), depth=2, block_reuse=True, partial_reuse=True)
     at_start, when_idle = CudaGraphConfig().mixes(config.max_batch_size, config.max_num_tokens)
-    device = Device(at_start + when_idle)
-    print("in bursts  tok/s  TTFT p50, p99 of first turns  TPOT p50, p99  ITL p99 ms  eager steps")
-    for tokens in in_bursts:
-        limit = ChunkLimit(beside, config.max_num_tokens, tokens)
-        found = simulate_chat(config, limit.of_step, Workload(), num_conversations, device)
-        ttft, tpot = quantiles(found.first_ttft_ms, n=100), quantiles(found.tpot_ms, n=100)
-        itl = quantiles(found.itl_ms, n=100)
+    workload = Workload()
+    if args.tokens is not None:
+        lengths = FileLengths([[Turn(*args.tokens)]], is_grouped=True)
+        workload = Workload(
+            lengths=lengths,
+            system_tokens=0,
+            max_user_tokens=args.tokens[0],
+            max_answer_tokens=args.tokens[1],
+        )
+    print("TTFT, of first turns and of later ones, TPOT: p50 and p99, ms; ITL: p99, ms")
+    print("in bursts padding   tok/s   first turns   later turns          TPOT    ITL  eager steps")
+    for tokens, padding in itertools.product(args.in_bursts, args.padding):
+        limit = ChunkLimit(args.beside, config.max_num_tokens, tokens)
+        device = Device(at_start + when_idle, padding)
+        found = simulate_chat(
+            config, limit.of_step, workload, args.conversations, device, args.rate
+        )
+        columns = (found.first_ttft_ms, found.later_ttft_ms, found.tpot_ms, found.itl_ms)
+        first, later, tpot, itl = (quantiles(times or [0.0] * 2, n=100) for times in columns)
         print(
-            f"{tokens:9} {found.tok_s:6.0f} {ttft[49]:10.0f} {ttft[98]:6.0f} {tpot[49]:24.1f} "
-            f"{tpot[98]:6.1f} {itl[98]:9.1f} {found.num_eager:10}",
+            f"{tokens:9} {padding:8} {found.tok_s:6.0f} {first[49]:6.0f} {first[98]:6.0f} "
+            f"{later[49]:6.1f} {later[98]:6.0f} {tpot[49]:7.2f} {tpot[98]:6.1f} {itl[98]:6.1f} "
+            f"{found.num_eager:12}",
             flush=True,
         )
 
@@ -188,9 +204,16 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, help="at once, in place of the loads")
     parser.add_argument("--in-bursts", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--beside", type=int, default=512, help="prompt tokens beside decodes")
+    parser.add_argument("--rate", type=float, help="of conversations, a second; else all at once")
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, metavar=("IN", "OUT"), help="one request each"
+    )
+    parser.add_argument(
+        "--padding", type=Padding, choices=list(Padding), nargs="+", default=[Padding.CAPTURED]
+    )
     args = parser.parse_args()
     if args.conversations is not None:
-        compare_bursts(args.conversations, args.beside, args.in_bursts)
+        compare_bursts(args)
         return
     print(f"{'load':9} {'policy':20} {'tok/s':>6} {'preempted':>9} {'running':>8}  TTFT p50, p99 s")
     for name in args.loads:

@@ -12,6 +12,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import accumulate
 
 import numpy as np
 
@@ -56,6 +58,7 @@ class ChatFigures:
     seconds: float
     num_out: int
     first_ttft_ms: list[float] = field(default_factory=list)
+    later_ttft_ms: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)
     itl_ms: list[float] = field(default_factory=list)
     num_cached: int = 0
@@ -66,12 +69,26 @@ class ChatFigures:
         return self.num_out / self.seconds
 
 
+class Padding(StrEnum):
+    """What mixed steps are padded to: a captured shape, nothing, or the next of `_TOTALS`, whatever
+    part of it decodes. The engine does the first; the others say what it costs."""
+
+    CAPTURED = "captured"
+    NONE = "none"
+    TOTAL = "total"
+
+
+_TOTALS = (*range(16, 257, 16), *range(288, 1025, 32))
+
+
 class Device:
     """How long a step takes. `mixes`: of decodes and prompt tokens, for which it has graphs."""
 
-    def __init__(self, mixes: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, mixes: Sequence[tuple[int, int]], padding: Padding = Padding.CAPTURED
+    ) -> None:
         self._mixes = sorted(mixes, key=lambda mix: (sum(mix), mix))
-        config = CudaGraphConfig()
+        self._padding, config = padding, CudaGraphConfig()
         self._decodes, self._prompts = padded_sizes(512), config.token_sizes(8192)
 
     def step(self, entries: Sequence[Entry]) -> tuple[float, bool]:
@@ -93,7 +110,12 @@ class Device:
             fits = (
                 sum(mix) for mix in self._mixes if num_decodes <= mix[0] and num_tokens <= mix[1]
             )
-            return next(fits, None)
+            found = next(fits, None)
+            if found is None or self._padding is Padding.CAPTURED:
+                return found
+            num_all = num_decodes + num_tokens
+            sizes = [num_all] if self._padding is Padding.NONE else _TOTALS
+            return next(size for size in sizes if size >= num_all)
         sizes = self._decodes if num_decodes else self._prompts
         return next((size for size in sizes if size >= num_decodes + num_tokens), None)
 
@@ -104,8 +126,10 @@ def simulate_chat(
     workload: Workload,
     num_conversations: int,
     device: Device,
+    rate: float | None = None,
 ) -> ChatFigures:
-    """`limit`: as `Scheduler` takes it. All conversations begin at once."""
+    """`limit`: as `Scheduler` takes it. `rate`: conversations a second that begin, at random; None:
+    all at once."""
     size, counters = config.tokens_per_block, EngineCounters()
     group = FullGroup(_NUM_TOKENS // size + 1, size, config.block_reuse, config.partial_reuse)
     scheduler = Scheduler(config, [KVManager([group], [0])], counters, chunk_limit=limit)
@@ -114,7 +138,11 @@ def simulate_chat(
         _Conversation(workload.conversation(number), random.Random(number), system.copy())
         for number in range(num_conversations)
     ]
-    due = [(_ARRIVAL_MS * number / len(talks), number) for number in range(len(talks))]
+    pauses_ms = [_ARRIVAL_MS / len(talks)] * len(talks)
+    if rate is not None:
+        drawn = random.Random(f"{workload.seed}/arrivals")
+        pauses_ms = [1e3 * drawn.expovariate(rate) for _ in talks]
+    due = [(at_ms, number) for number, at_ms in enumerate(accumulate(pauses_ms))]
     figures, in_flight = ChatFigures(0.0, 0), deque[tuple[int, list[Entry], float]]()
     now = device_ms = 0.0
     while due or in_flight or scheduler.has_work:
@@ -183,8 +211,8 @@ def _count(figures: ChatFigures, talk: _Conversation) -> None:
     """A turn that has ended."""
     times = talk.token_ms
     figures.num_out += len(times)
-    if talk.num_asked == 1:
-        figures.first_ttft_ms.append(times[0] - talk.asked_ms)
+    ttft_ms = figures.first_ttft_ms if talk.num_asked == 1 else figures.later_ttft_ms
+    ttft_ms.append(times[0] - talk.asked_ms)
     if len(times) > 1:
         figures.tpot_ms.append((times[-1] - times[0]) / (len(times) - 1))
     figures.itl_ms += np.diff(times).tolist()

@@ -1300,6 +1300,32 @@ def make_attention(case: AttentionCase, dtype: torch.dtype, device: torch.device
     return AttentionArgs(q, k_cache, v_cache, batch, params, sinks, scales)
 
 
+def spoil_unseen(args: AttentionArgs, whole_blocks: bool = False) -> None:
+    """NaN for every key and value of the cache, or its scales, that no query of the batch sees;
+    `whole_blocks`: not for those that share a block with some that one does."""
+    batch, params = args.batch, args.params
+    size = args.v_cache_BKSD.shape[2]
+    shape = len(args.v_cache_BKSD), size
+    seen_BS = torch.zeros(shape, dtype=torch.bool, device=batch.rows_N.device)
+    starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
+    for entry, row in enumerate(batch.rows_N.tolist()):
+        first = kv_lens[entry] - (starts[entry + 1] - starts[entry])  # query
+        if params.window is None:
+            first = 0
+        elif params.has_chunks:
+            first = first // params.window * params.window
+        else:
+            first = max(0, first - params.window + 1)
+        keys = torch.arange(first, kv_lens[entry], device=seen_BS.device)
+        seen_BS[batch.block_table_RM[row, keys // size].long(), keys % size] = True
+    if whole_blocks:
+        seen_BS[:] = seen_BS.any(1, keepdim=True)
+    for plane in args.scales or (args.k_cache_BKSD, args.v_cache_BKSD):
+        is_fp8 = plane.dtype is torch.float8_e4m3fn
+        numbers, nan = (plane.view(torch.uint8), 0x7F) if is_fp8 else (plane, torch.nan)
+        numbers.transpose(1, 2)[~seen_BS] = nan
+
+
 def decodes(*kv_lens: int, **shape: Any) -> AttentionCase:
     return AttentionCase(tuple((1, kv) for kv in kv_lens), len(kv_lens), **shape)
 

@@ -13,6 +13,7 @@ from op_cases import (
     drafted_cases,
     make_attention,
     small_attention_cases,
+    spoil_unseen,
 )
 from transformers.models.gpt_oss.modeling_gpt_oss import (
     GptOssAttention,
@@ -21,7 +22,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 )
 
 from penstock.errors import ConfigError
-from penstock.kernels.attention import triton_decode
+from penstock.kernels.attention import native, triton_decode
 from penstock.kernels.attention.backend import get_backend
 from penstock.kernels.attention.reference import attend, gather
 from penstock.kernels.quantize import quantize_fp8
@@ -58,6 +59,28 @@ def test_backend_gives_what_the_reference_gives(
     if name == "sdpa" and device.type != "cpu":
         pytest.skip("sdpa is the CPU backend")
     _check(name, case, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", ["reference", "sdpa", "without C", "triton"])
+def test_what_no_query_sees_may_be_nan(
+    name: str, case: AttentionCase, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another sequence's by now: before a window, behind the end, in unused blocks."""
+    if name in ("sdpa", "without C") and device.type != "cpu":
+        pytest.skip("sdpa is the CPU backend")
+    if name == "without C":
+        monkeypatch.setattr(native, "can_attend", lambda q, k: False)
+        name = "sdpa"
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    is_windowed_decode = name == "triton" and case.num_decodes and case.window is not None
+    loads = (*triton_decode.Load,) if is_windowed_decode else (triton_decode.Load.PARTIAL_WAVE,)
+    for load in loads:
+        monkeypatch.setattr(triton_decode, "load_of", lambda *args, load=load: load)
+        args = make_attention(case, dtype, device)
+        expected = get_backend(name).attend(*args.unpack())
+        spoil_unseen(args)
+        assert torch.equal(get_backend(name).attend(*args.unpack()), expected), load
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -83,11 +83,6 @@ class ForwardBatch:
         return self.adapters is not None
 
     @property
-    def may_pad_prompts(self) -> bool:
-        """Whether tokens behind the last chunk may belong to no sequence (`StepShape`)."""
-        return self.cached_lens is None and self.num_decodes < self.num_entries
-
-    @property
     def num_tokens(self) -> int:
         return self.input_ids_T.shape[0]
 

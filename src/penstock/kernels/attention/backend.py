@@ -72,9 +72,9 @@ class AttentionBackend(Protocol):
         scales: CacheScales | None = None,
         out_scale_1: Tensor | None = None,
     ) -> Tensor:
-        """out_THD, contiguous, in q's dtype. Of padding behind the last chunk it is zero: what such
-        tokens write into block 0, layers of windows read with a weight of zero, which does not undo
-        a NaN.
+        """out_THD, contiguous, in q's dtype; zero for padding behind the last chunk. What a query
+        does not see is not multiplied, not even by zero: where a window has passed or a sequence
+        ends, the cache may hold another's numbers, or NaN.
 
         `sinks_H` (float32): a score per head that takes its share of the softmax and has no value.
         `out_scale_1`: the output is FP8 with this scale (`quantized_output`).

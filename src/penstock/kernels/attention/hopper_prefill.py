@@ -219,10 +219,26 @@ def _attend(
     gl.store(out_ptr + at[:, None] + cols[None, :], out, mask=(queries < num_queries)[:, None])
 
 
-@gluon_jit(do_not_specialize=["first_entry", "end_entry"])
+@gluon.jit
+def _clear_padding(
+    out_ptr, first_token, num_tokens, first_row, kv_head,
+    K: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Zeros for the rows of a tile whose tokens are behind all entries."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    tokens = first_token + rows // G
+    at = (tokens.to(gl.int64) * (K * G) + kv_head * G + rows % G) * D
+    nothing = gl.zeros([_ROWS, D], out_ptr.dtype.element_ty, LAYOUT)
+    gl.store(out_ptr + at[:, None] + cols[None, :], nothing, mask=(tokens < num_tokens)[:, None])
+
+
+@gluon_jit(do_not_specialize=["first_entry", "end_entry", "num_tokens"])
 def _prefill(
     q_ptr, k_desc, v_desc, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
-    first_entry, end_entry, scale_log2, v_scale, window, stride_qt, stride_table, rows_per_block,
+    first_entry, end_entry, num_tokens, scale_log2, v_scale, window, stride_qt, stride_table,
+    rows_per_block,
     K: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -307,6 +323,8 @@ def _prefill(
             [4, 1],
             [240, 24],
         )  # fmt: skip
+    elif entry == end_entry - 1:
+        _clear_padding(out_ptr, start, num_tokens, tile * _ROWS, kv_head, K, G, D)
 
 
 def describe(cache_BKSD: Tensor) -> TensorDescriptor:
@@ -354,8 +372,9 @@ def prefill(
     _prefill[slots, num_kv_heads](
         q_THD, describe(k_cache_BKSD), describe(v_cache_BKSD), out_THD, rows_N, query_starts_N1,
         kv_lens_N, block_table_RM, kv_lens_N if sinks_H is None else sinks_H,
-        first_entry, num_entries, params.scale * LOG2_E, params.v_scale, params.window or 0,
-        q_THD.stride(0), block_table_RM.stride(0), k_cache_BKSD.stride(0) // head_size,
+        first_entry, num_entries, len(q_THD), params.scale * LOG2_E, params.v_scale,
+        params.window or 0, q_THD.stride(0), block_table_RM.stride(0),
+        k_cache_BKSD.stride(0) // head_size,
         K=num_kv_heads, G=group, D=head_size, S=block_size, BN=128, STAGES=2,
         HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,
         num_warps=4, maxnreg=168, **launch_options(q_THD),

@@ -50,7 +50,9 @@ def attend(
         sinks_KGQ1 = sinks_H.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_queries, 1)
         weights_KGQL = torch.cat((scores_KGQL, sinks_KGQ1), dim=-1).softmax(-1)[..., :-1]
 
-    out_QKGD = torch.einsum("kgql,lkd->qkgd", weights_KGQL, v_LKD.float())
+    # Of a key that none of the queries sees: it may be NaN, which a weight of zero does not undo.
+    v_LKD = v_LKD.float().masked_fill(~seen_QL.any(0)[:, None, None], 0.0)
+    out_QKGD = torch.einsum("kgql,lkd->qkgd", weights_KGQL, v_LKD)
     return out_QKGD.reshape(num_queries, num_heads, head_size).to(q_QHD.dtype)
 
 
@@ -75,9 +77,7 @@ class ReferenceAttention:
         scales: CacheScales | None = None,
         out_scale_1: Tensor | None = None,
     ) -> Tensor:
-        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        if batch.may_pad_prompts:
-            out_THD[batch.num_decodes :] = 0
+        out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
         starts, kv_lens = batch.query_starts_N1.tolist(), batch.kv_lens_N.tolist()
         for entry, row in enumerate(batch.rows_N.tolist()):
             start, end, kv_len = starts[entry], starts[entry + 1], kv_lens[entry]

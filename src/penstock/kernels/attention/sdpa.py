@@ -39,8 +39,9 @@ class _DecodeGroup:
     tokens: slice | Tensor
     size: int
     lines: Tensor  # [N * K * M] rows of the cache seen as [B * K, S * D]
-    num_keys: int  # keys to keep of the L gathered
+    keys: slice  # to keep of those gathered, L
     mask_N11L: Tensor | None  # None: all of them are seen
+    seen: list[slice]  # where there is a mask: those of each entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class _Prefill:
     start: int
     end: int
     lines: Tensor  # as above, of one entry
-    num_keys: int
+    keys: slice
     mask_QL: Tensor | None  # None: plain causal
 
 
@@ -112,8 +113,8 @@ class SdpaAttention:
             here = slice(entry.start, entry.end)
             out_1HQD = _attention(
                 q_THD[here].transpose(0, 1).unsqueeze(0),
-                _gather(k_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, k_scales),
-                _gather(v_cache_BKSD, entry.lines, 1, entry.num_keys, q_THD.dtype, v_scales),
+                _gather(k_cache_BKSD, entry.lines, 1, entry.keys, q_THD.dtype, k_scales),
+                _gather(v_cache_BKSD, entry.lines, 1, entry.keys, q_THD.dtype, v_scales),
                 entry.mask_QL,
                 entry.mask_QL is None,
                 params,
@@ -210,12 +211,19 @@ def _decode(
     """Attention of one query per sequence. The G heads of a kv head stand in as its G queries."""
     num_kv_heads, head_size = k_cache_BKSD.shape[1], q_NHD.shape[-1]
     k_scales, v_scales = scales or (None, None)
-    lines, size, num_keys, dtype = group.lines, group.size, group.num_keys, q_NHD.dtype
+    lines, size, keys, dtype = group.lines, group.size, group.keys, q_NHD.dtype
     q_NKGD = q_NHD.reshape(group.size, num_kv_heads, -1, head_size)
+    k_NKLD = _gather(k_cache_BKSD, lines, size, keys, dtype, k_scales)
+    v_NKLD = _gather(v_cache_BKSD, lines, size, keys, dtype, v_scales)
+    # What the mask hides may be of another sequence, and NaN, which the weight 0 does not undo.
+    for entry, seen in enumerate(group.seen):
+        for x_KLD in (k_NKLD[entry], v_NKLD[entry]):
+            x_KLD[:, : seen.start] = 0.0
+            x_KLD[:, seen.stop :] = 0.0
     out_NKGD = _attention(
         q_NKGD,
-        _gather(k_cache_BKSD, lines, size, num_keys, dtype, k_scales),
-        _gather(v_cache_BKSD, lines, size, num_keys, dtype, v_scales),
+        k_NKLD,
+        v_NKLD,
         None if group.mask_N11L is None else group.mask_N11L.to(dtype),
         False,
         params,
@@ -228,11 +236,11 @@ def _gather(
     cache_BKSD: Tensor,
     lines: Tensor,
     size: int,
-    num_keys: int,
+    keys: slice,
     dtype: torch.dtype,
     scales: Tensor | None,
 ) -> Tensor:
-    """Keys (or values) of `size` sequences, [N, K, L, D] cut to the first `num_keys`: one copy."""
+    """Keys (or values) of `size` sequences, [N, K, L, D] cut to `keys`: one copy."""
 
     def gathered(plane: Tensor) -> Tensor:
         """[N, K, L, ...] of a plane [B, K, S, ...]."""
@@ -242,7 +250,7 @@ def _gather(
     kv_NKLD = gathered(cache_BKSD)
     if scales is not None:
         kv_NKLD = cached_values(kv_NKLD, gathered(scales))
-    return kv_NKLD.to(dtype)[:, :, :num_keys]
+    return kv_NKLD.to(dtype)[:, :, keys]
 
 
 def _make_plan(
@@ -326,12 +334,19 @@ def _plan_decode(
     num_keys = int((kv_lens_N1 - first_block_N1 * block_size).max())
     keys_NL = first_block_N1 * block_size + np.arange(num_keys)
     seen_NL = (keys_NL >= first_key_N1) & (keys_NL < kv_lens_N1)
-    mask_N11L = None
+    mask_N11L, seen = None, []
     if not seen_NL.all():
         mask_NL = np.where(seen_NL, np.float32(0.0), np.float32(-np.inf))
         mask_N11L = torch.from_numpy(mask_NL)[:, None, None, :]
+        bounds_N2 = np.hstack((first_key_N1, kv_lens_N1)) - first_block_N1 * block_size
+        seen = [slice(first, end) for first, end in bounds_N2.tolist()]
     return _DecodeGroup(
-        tokens, len(kv_lens_N), _lines(blocks_NM, num_kv_heads), num_keys, mask_N11L
+        tokens,
+        len(kv_lens_N),
+        _lines(blocks_NM, num_kv_heads),
+        slice(num_keys),
+        mask_N11L,
+        seen,
     )
 
 
@@ -347,11 +362,11 @@ def _plan_prefill(
     num_queries, window = end - start, params.window
     if kv_len == num_queries and (window is None or window >= kv_len):
         lines = _lines(blocks_M[None, : -(-kv_len // block_size)], num_kv_heads)
-        return _Prefill(start, end, lines, kv_len, None)
+        return _Prefill(start, end, lines, slice(kv_len), None)
 
     first_position = kv_len - num_queries
-    first_block = int(_first_key(first_position, params)) // block_size
-    first_key = first_block * block_size
+    first_key = int(_first_key(first_position, params))
+    first_block, offset = divmod(first_key, block_size)
     # Compared as they are: a difference would be eight bytes for each query and key.
     query_Q1, key_L = np.arange(first_position, kv_len)[:, None], np.arange(first_key, kv_len)
     seen_QL = query_Q1 >= key_L
@@ -360,4 +375,5 @@ def _plan_prefill(
     elif window is not None:
         seen_QL &= query_Q1 < key_L + window
     lines = _lines(blocks_M[None, first_block : -(-kv_len // block_size)], num_kv_heads)
-    return _Prefill(start, end, lines, kv_len - first_key, torch.from_numpy(seen_QL))
+    keys = slice(offset, offset + kv_len - first_key)
+    return _Prefill(start, end, lines, keys, torch.from_numpy(seen_QL))

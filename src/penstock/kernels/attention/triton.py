@@ -49,8 +49,6 @@ class TritonAttention:
         if num_decodes == batch.num_entries:
             return out_THD
         plain_THD = out_THD if out_scale_1 is None else torch.empty_like(q_THD)
-        if batch.may_pad_prompts:
-            plain_THD[num_decodes:].zero_()
         prefill(
             q_THD,
             k_cache_BKSD,

@@ -209,13 +209,14 @@ def _by_warp(TILE: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _seen(keys, inside, seen_from, ends, Q: tl.constexpr):
+def _seen(keys, inside, seen_by, ends, Q: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """Whether a query sees a key. Of several entries each has its own bounds."""
-    if Q == 1:
-        seen = (inside & (keys >= seen_from))[:, :, None]
-    else:
+    seen = inside[:, :, None]
+    if Q > 1:
         at = keys[:, :, None]
-        seen = (at >= seen_from[None, None, :]) & (at < ends[None, None, :]) & inside[:, :, None]
+        seen = seen & (at < ends[None, None, :])
+        if HAS_WINDOW:
+            seen = seen & (at >= seen_by[None, None, :])
     return seen
 
 
@@ -246,11 +247,11 @@ def load_nvfp4(
 
 @triton.jit
 def _attend_plain(
-    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from, ends,
-    scale_log2, stride_b, stride_s,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
+    seen_by, ends, scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr,
-    IS_NVFP4: tl.constexpr, CAP_LOG2: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_NVFP4: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`."""
     cols = tl.arange(0, BLOCK_D)[None, None, :]
@@ -263,7 +264,7 @@ def _attend_plain(
     acc = tl.zeros((W, BLOCK_D, BLOCK_G), tl.float32)
     for start in tl.range(first_key, end_key, TILE):
         keys = start + _by_warp(TILE, W)
-        inside = keys < end_key
+        inside = (keys >= seen_from) & (keys < end_key) if HAS_WINDOW else keys < end_key
         block = tl.load(table_ptr + keys // S, mask=inside, other=0).to(tl.int64)
         if IS_NVFP4:
             place, is_key = (keys % S)[:, :, None], inside[:, :, None]
@@ -283,7 +284,7 @@ def _attend_plain(
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         scores = capped_log2(scores, CAP_LOG2)
-        seen = _seen(keys, inside, seen_from, ends, Q)
+        seen = _seen(keys, inside, seen_by, ends, Q, HAS_WINDOW)
         p, alpha, m, total = _softmax(scores, seen, m, total)
         if HAS_SCALES:
             p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
@@ -339,10 +340,10 @@ def _second_of(pair, dtype: tl.constexpr, IS_INT8: tl.constexpr, ON_GPU: tl.cons
 @triton.jit
 def _attend_pairs(
     q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
-    seen_from, ends, scale_log2, stride_b, stride_s,
+    seen_from, seen_by, ends, scale_log2, stride_b, stride_s,
     S: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_P: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, HAS_SCALES: tl.constexpr,
-    CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr,
+    BLOCK_P: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr, CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """As `_attend`, of an 8-bit cache seen as P pairs a head: with scales INT8, else FP8."""
     dtype: tl.constexpr = q_even.dtype
@@ -356,7 +357,7 @@ def _attend_pairs(
     odd = tl.zeros((W, BLOCK_P, BLOCK_G), tl.float32)
     for start in tl.range(first_key, end_key, TILE):
         keys = start + _by_warp(TILE, W)
-        inside = keys < end_key
+        inside = (keys >= seen_from) & (keys < end_key) if HAS_WINDOW else keys < end_key
         block = tl.load(table_ptr + keys // S, mask=inside, other=0).to(tl.int64)
         at = (block * stride_b + (keys % S) * P)[:, :, None] + cols
         mask = inside[:, :, None] & in_head
@@ -368,7 +369,7 @@ def _attend_pairs(
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
         scores = capped_log2(scores, CAP_LOG2)
-        seen = _seen(keys, inside, seen_from, ends, Q)
+        seen = _seen(keys, inside, seen_by, ends, Q, HAS_WINDOW)
         p, alpha, m, total = _softmax(scores, seen, m, total)
         if HAS_SCALES:
             p *= tl.load(v_scales_ptr + scale_at, mask=inside, other=0.0)[:, :, None]
@@ -384,14 +385,18 @@ def _attend_pairs(
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from, ends,
-    scale_log2, stride_b, stride_s,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
+    seen_by, ends, scale_log2, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr,
     IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, IS_NVFP4: tl.constexpr,
     CAP_LOG2: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key)."""
+    """Running maximum m, sum total and weighted values acc of the keys [first_key, end_key).
+
+    HAS_WINDOW: no entry sees those before `seen_from`. They may be of another sequence by now, and
+    NaN, which the weight 0 does not undo: they are not read.
+    """
     if IN_PAIRS:
         if not HAS_SCALES:
             q = q.to(tl.float16)
@@ -399,8 +404,8 @@ def _attend(
         q_even, q_odd = tl.split(pairs)
         m, total, even, odd = _attend_pairs(
             q_even, q_odd, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key,
-            seen_from, ends, scale_log2, stride_b, stride_s, S, D // 2, Q, BLOCK_G, BLOCK_D // 2,
-            TILE, W, HAS_SCALES, CAP_LOG2, ON_GPU,
+            seen_from, seen_by, ends, scale_log2, stride_b, stride_s, S, D // 2, Q, BLOCK_G,
+            BLOCK_D // 2, TILE, W, HAS_WINDOW, HAS_SCALES, CAP_LOG2, ON_GPU,
         )  # fmt: skip
         acc = tl.interleave(even, odd)
     else:
@@ -408,8 +413,8 @@ def _attend(
             q = q.to(tl.float16)
         m, total, acc = _attend_plain(
             q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key, end_key, seen_from,
-            ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, HAS_SCALES,
-            IS_NVFP4, CAP_LOG2,
+            seen_by, ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W,
+            HAS_WINDOW, HAS_SCALES, IS_NVFP4, CAP_LOG2,
         )  # fmt: skip
     return m, total, acc
 
@@ -445,10 +450,10 @@ def _decode(
     scale_log2, v_scale, window, stride_qn, stride_b, stride_s, stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, Q: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr,
-    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr, IS_NVFP4: tl.constexpr,
-    HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr, GIVES_LSE: tl.constexpr,
-    ON_GPU: tl.constexpr, PDL: tl.constexpr,
+    MIN_SPAN: tl.constexpr, SPLITS: tl.constexpr, DIRECT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IN_PAIRS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    IS_NVFP4: tl.constexpr, HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr,
+    GIVES_LSE: tl.constexpr, ON_GPU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (k, n, p) takes the p-th split of entry n and kv head k / PARTS, of whose query heads
     it has BLOCK_G / Q; with Q > 1 of up to Q entries of a run, from n on, if n begins such a tile.
@@ -514,9 +519,9 @@ def _decode(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     if DIRECT:
         m, total, acc = _attend(
-            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, end, seen_by, ends,
-            scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
-            HAS_SCALES, IS_NVFP4, CAP_LOG2, ON_GPU,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first, end, seen_from, seen_by,
+            ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, HAS_WINDOW,
+            IN_PAIRS, HAS_SCALES, IS_NVFP4, CAP_LOG2, ON_GPU,
         )  # fmt: skip
         _store(
             to, inside, m, total, acc * v_scale, sink_ptr, is_head, out_scale_ptr, lse_to, dtype,
@@ -533,9 +538,9 @@ def _decode(
             else:
                 split_end = tl.minimum(start + keys_each, kv_len)
             m, total, acc = _attend(
-                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start, split_end, seen_by,
-                ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G, BLOCK_D, TILE, W, IN_PAIRS,
-                HAS_SCALES, IS_NVFP4, CAP_LOG2, ON_GPU,
+                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start, split_end,
+                seen_from, seen_by, ends, scale_log2, stride_b, stride_s, S, D, Q, BLOCK_G,
+                BLOCK_D, TILE, W, HAS_WINDOW, IN_PAIRS, HAS_SCALES, IS_NVFP4, CAP_LOG2, ON_GPU,
             )  # fmt: skip
             if num_splits == 1:
                 _store(
@@ -668,7 +673,8 @@ def decode(
         K=num_kv_heads, G=group, D=head_size, S=block_size, Q=tile_entries, BLOCK_G=block_g,
         BLOCK_D=block_d,
         TILE=c.tile, W=min(c.num_warps, c.tile // 16), MIN_SPAN=c.min_span, SPLITS=c.max_splits,
-        DIRECT=is_direct, HAS_SINKS=sinks_H is not None, IN_PAIRS=in_pairs,
+        DIRECT=is_direct, HAS_WINDOW=params.window is not None, HAS_SINKS=sinks_H is not None,
+        IN_PAIRS=in_pairs,
         HAS_SCALES=scales is not None and not is_nvfp4, IS_NVFP4=is_nvfp4,
         HAS_CHUNKS=params.has_chunks, CAP_LOG2=cap_log2(params),
         GIVES_LSE=gives_lse, ON_GPU=q_NHD.is_cuda,

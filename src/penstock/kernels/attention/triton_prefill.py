@@ -71,34 +71,36 @@ def prefill_config(
 @triton.jit
 def _attend(
     q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, first_key,
-    end_key, kv_len, scale_log2, window, stride_b, stride_s,
+    end_key, seen_from, kv_len, scale_log2, window, stride_b, stride_s,
     S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SCALES: tl.constexpr,
     IS_NVFP4: tl.constexpr, HAS_CHUNKS: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [first_key, end_key) into every row's running maximum, total and values.
 
-    Not MASKED: whole tiles that every row sees.
+    Not MASKED: whole tiles that every row sees. Keys before `seen_from` no row sees: as those from
+    `kv_len` on they may be of another sequence, and NaN, and are not read.
     """
     cols = tl.arange(0, BLOCK_D)[None, :]
     SHAPE: tl.constexpr = (TILE, BLOCK_D)
     GROUPED: tl.constexpr = (TILE, BLOCK_D // 16, 16)
     for start in tl.range(first_key, end_key, TILE):
         keys = start + tl.arange(0, TILE)
+        known = (keys >= seen_from) & (keys < kv_len) if HAS_WINDOW else keys < kv_len
         if MASKED:
-            block = tl.load(table_ptr + keys // S, mask=keys < kv_len, other=0).to(tl.int64)
+            block = tl.load(table_ptr + keys // S, mask=known, other=0).to(tl.int64)
         else:
             block = tl.load(table_ptr + keys // S).to(tl.int64)
         at = (block * stride_b + (keys % S) * D)[:, None] + cols
         if IS_NVFP4:
-            place, is_key = (keys % S)[:, None], (keys < kv_len)[:, None]
+            place, is_key = (keys % S)[:, None], known[:, None]
             at = (block * stride_b)[:, None] + place * (D // 2)
             scale_at = (block * stride_s)[:, None] + place * (D // 16)
             k = load_nvfp4(k_ptr + at, k_scales_ptr + scale_at, is_key, D, GROUPED, SHAPE)
             v = load_nvfp4(v_ptr + at, v_scales_ptr + scale_at, is_key, D, GROUPED, SHAPE)
             k, v = k.to(q.dtype), v.to(q.dtype)
         elif MASKED or BLOCK_D != D:
-            mask = (keys < kv_len)[:, None] & (cols < D)
+            mask = known[:, None] & (cols < D)
             k = tl.load(k_ptr + at, mask=mask, other=0.0).to(q.dtype)
             v = tl.load(v_ptr + at, mask=mask, other=0.0).to(q.dtype)
         else:
@@ -106,7 +108,6 @@ def _attend(
             v = tl.load(v_ptr + at).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if HAS_SCALES:
-            known = keys < kv_len
             scale_at = block * stride_s + keys % S
             scores *= tl.load(k_scales_ptr + scale_at, mask=known, other=0.0)[None, :]
         scores = capped_log2(scores, CAP_LOG2)
@@ -152,11 +153,11 @@ def num_slots(num_tokens: int, num_entries: int, group: int, rows: int) -> int:
     return num_tokens * group // rows + num_entries
 
 
-@jit(do_not_specialize=["first_entry", "end_entry"])
+@jit(do_not_specialize=["first_entry", "end_entry", "num_tokens"])
 def _prefill(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, rows_ptr, starts_ptr, kv_lens_ptr,
     table_ptr, sinks_ptr,
-    first_entry, end_entry, scale_log2, v_scale, window, stride_qt, stride_b, stride_s,
+    first_entry, end_entry, num_tokens, scale_log2, v_scale, window, stride_qt, stride_b, stride_s,
     stride_table,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -165,7 +166,8 @@ def _prefill(
 ):  # fmt: skip
     """Program (i, k): the i-th last slot (`tile_of`), for kv head k.
 
-    Row r is head r % G of query r // G. The last tiles see the most keys and start first.
+    Row r is head r % G of query r // G. The last tiles see the most keys and start first. Tokens
+    behind the last entry's are padding and become zeros.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -174,7 +176,16 @@ def _prefill(
     entry, tile = tile_of(slot, starts_ptr, first_entry, end_entry, G, ROWS)
     start = tl.load(starts_ptr + entry)
     num_queries = tl.load(starts_ptr + entry + 1) - start
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    queries = rows // G
+    heads = kv_head * G + rows % G
+    tokens = (start + queries).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    out_ptr += (tokens * (K * G) + heads)[:, None] * D + cols
     if tile * ROWS >= num_queries * G:
+        end = tl.where(entry == end_entry - 1, num_tokens, 0)
+        nothing = tl.zeros((ROWS, BLOCK_D), out_ptr.dtype.element_ty)
+        tl.store(out_ptr, nothing, mask=(tokens < end)[:, None] & (cols < D))
         return
     kv_len = tl.load(kv_lens_ptr + entry)
     table_ptr += tl.load(rows_ptr + entry).to(tl.int64) * stride_table
@@ -188,11 +199,6 @@ def _prefill(
         k_scales_ptr += kv_head * (S * D // 16)
         v_scales_ptr += kv_head * (S * D // 16)
 
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    queries = rows // G
-    heads = kv_head * G + rows % G
-    tokens = (start + queries).to(tl.int64)
-    cols = tl.arange(0, BLOCK_D)[None, :]
     inside = (queries < num_queries)[:, None] & (cols < D)
     q_at = tokens[:, None] * stride_qt + heads[:, None] * D + cols
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
@@ -207,26 +213,29 @@ def _prefill(
     m = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    seen_from = 0
     if HAS_CHUNKS:
-        masked_from = first_position // window * window // TILE * TILE
+        seen_from = first_position // window * window
+        masked_from = seen_from // TILE * TILE
     elif HAS_WINDOW:
-        masked_from = tl.maximum(0, first_position - window + 1) // TILE * TILE
+        seen_from = tl.maximum(0, first_position - window + 1)
+        masked_from = seen_from // TILE * TILE
     else:
         masked_from = (first_position + 1) // TILE * TILE
         m, total, acc = _attend(
             q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, 0,
-            masked_from, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
+            masked_from, 0, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
             False, False, HAS_SCALES, IS_NVFP4, False, CAP_LOG2,
         )  # fmt: skip
     m, total, acc = _attend(
         q, m, total, acc, positions, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-        masked_from, end_key, kv_len, scale_log2, window, stride_b, stride_s, S, D, BLOCK_D, TILE,
-        True, HAS_WINDOW, HAS_SCALES, IS_NVFP4, HAS_CHUNKS, CAP_LOG2,
+        masked_from, end_key, seen_from, kv_len, scale_log2, window, stride_b, stride_s, S, D,
+        BLOCK_D, TILE, True, HAS_WINDOW, HAS_SCALES, IS_NVFP4, HAS_CHUNKS, CAP_LOG2,
     )  # fmt: skip
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks_ptr + heads) * _LOG2_E - m)
     out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (tokens * (K * G) + heads)[:, None] * D + cols, out, mask=inside)
+    tl.store(out_ptr, out, mask=inside)
 
 
 def prefill(
@@ -245,7 +254,8 @@ def prefill(
     scales: CacheScales | None = None,
 ) -> None:
     """Attention of the entries from `first_entry` on, each over all its cached tokens. Every entry
-    before has one token at least.
+    before has one token at least. Where tokens are left behind the last entry's, it has none, and
+    they become zeros.
 
     `config` is of this module's kernel; without it the Hopper one may be used.
     """
@@ -275,8 +285,8 @@ def prefill(
         q_THD, k_cache_BKSD, v_cache_BKSD, k_scales, v_scales, out_THD, rows_N,
         query_starts_N1, kv_lens_N, block_table_RM,
         kv_lens_N if sinks_H is None else sinks_H,  # not read without sinks
-        first_entry, num_entries, params.scale * LOG2_E, params.v_scale, params.window or 0,
-        q_THD.stride(0), k_cache_BKSD.stride(0),
+        first_entry, num_entries, len(q_THD), params.scale * LOG2_E, params.v_scale,
+        params.window or 0, q_THD.stride(0), k_cache_BKSD.stride(0),
         0 if k_scales is None else k_scales.stride(0), block_table_RM.stride(0),
         K=num_kv_heads, G=group, D=head_size, S=block_size,
         BLOCK_D=next_power_of_2(head_size), ROWS=c.rows, TILE=c.tile,
