@@ -18,8 +18,8 @@ from penstock.core.sequence import Sequence
 from penstock.types.step import StepPlan, StepResult
 from penstock.types.step_costs import StepCosts
 
-_FIRST_GUESS = 0.8  # of drafts that are right, before any was seen
-_NEW_WEIGHT = 0.02  # of one decode in the mean of all
+_FIRST_GUESS, _GUESSED = 0.8, 4.0  # of drafts that are right, and decodes that the guess counts for
+_MOST_SEEN = 50.0  # decodes in the mean of all: older ones count for less
 _OWN_DECAY = 0.98  # by decode, of what a sequence has shown
 _UNSEEN_DECAY = 0.99  # where it is not drafted for beside others that are
 _PRIOR = 16.0  # decodes that the mean of all counts for, beside a sequence's own
@@ -49,6 +49,7 @@ class DraftsPerDecode:
         self._num_rows, num_places = num_rows, num_rows * num_ranks
         # Of each place: how often its draft is right where those before it are.
         self._right_K = np.full(most, _FIRST_GUESS)
+        self._seen_K = np.full(most, _GUESSED)  # in how many decodes
         self._owners: list[tuple[int, int] | None] = [None] * num_places
         self._own_right_RK = np.zeros((num_places, most))
         self._own_seen_RK = np.zeros((num_places, most))
@@ -161,6 +162,7 @@ class DraftsPerDecode:
         self._own_seen_RK[places] = self._own_seen_RK[places] * decay_N1 + was_due_NK
         is_whole_N1 = ~self._has_holes_R[places, None]
         num_due_K = (was_due_NK & is_whole_N1).sum(0)
-        share_K = (was_right_NK & is_whole_N1).sum(0) / np.maximum(num_due_K, 1)
-        weight_K = 1 - (1 - _NEW_WEIGHT) ** num_due_K
-        self._right_K += weight_K * (share_K - self._right_K)
+        num_right_K = (was_right_NK & is_whole_N1).sum(0)
+        seen_K = self._seen_K + num_due_K
+        self._right_K = (self._right_K * self._seen_K + num_right_K) / seen_K
+        self._seen_K = np.minimum(seen_K, _MOST_SEEN)

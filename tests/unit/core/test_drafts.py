@@ -69,6 +69,20 @@ def test_without_costs_the_length_is_fixed_up_to_max_concurrency():
     assert lengths.of(decodes(5)) == ([0] * 5, 0, True, True)
 
 
+def test_a_server_learns_within_some_tokens_that_drafts_are_wrong():
+    """Its first guess, that most are right, soon counts for little."""
+    costs = StepCosts(
+        max_drafts=MOST, decodes=(1,), plain=(1.0,), keeping_up=(1.02,), drafting=(1.05,),
+        single=(1.2,), full=(1.45,),
+    )  # fmt: skip
+    lengths = lengths_of(costs)
+    vain = 0
+    while most := lengths.of(decodes(1, id=vain)).most:
+        lengths.observe(*ended(1, most, [0]))
+        vain += 1
+    assert vain <= 16
+
+
 def test_where_drafts_are_wrong_the_drafter_rests_but_for_probes_and_right_ones_bring_it_back():
     lengths = lengths_of()
     for _ in range(100):
