@@ -139,7 +139,7 @@ def run_engine(row: Row, asked: argparse.Namespace, kind: str) -> dict[str, Any]
         assert costs is not None
         found["costs"] = {
             name: getattr(costs, name)
-            for name in ("decodes", "plain", "following", "drafting", "full")
+            for name in ("decodes", "plain", "keeping_up", "drafting", "full")
         }
         for mode, used in (("forced", None), ("adaptive", costs)):
             drafts.costs = used

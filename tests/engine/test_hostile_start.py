@@ -112,7 +112,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
 # What the engine alone reads. How a server tells what it says is seen with weights cut short.
 OF_THE_ENGINE = (
     *("eos as text", "index values 5", "index values null", "index of a folder", "index as a pipe"),
-    *("weights as a pipe", "an indexed pipe", "an empty tensor"),
+    *("weights as a pipe", "an indexed pipe", "an empty tensor", "more than any memory"),
 )
 
 

@@ -1,6 +1,7 @@
 """The ranks that settings ask for, or why there cannot be such: the part of `resolve` about
 parallelism. Values come with their reasons."""
 
+from penstock.config.choices import Reasoned
 from penstock.config.launch import Place
 from penstock.config.run import Drafting, PromptBalance
 from penstock.config.schema import EngineConfig
@@ -184,7 +185,7 @@ def num_ranks_here(config: EngineConfig, place: Place | None) -> int:
     return config.num_ranks * config.data_parallel_size
 
 
-def all_to_all(config: EngineConfig, mesh: MeshShape) -> tuple[bool, str]:
+def all_to_all(config: EngineConfig, mesh: MeshShape) -> Reasoned[bool]:
     if config.moe_config.backend != "WIDEEP":
         return False, "moe_config.backend is not WIDEEP"
     if mesh.dp == 1 or mesh.dp < mesh.stage_size:
@@ -236,7 +237,7 @@ def expert_load_path(config: EngineConfig, spec: ModelSpec, mesh: MeshShape) -> 
     return path
 
 
-def _ep_size(config: EngineConfig, spec: ModelSpec) -> tuple[int, str]:
+def _ep_size(config: EngineConfig, spec: ModelSpec) -> Reasoned[int]:
     """Sets of ranks with other experts; what is not given of the two sizes follows."""
     cp_size, asked = config.context_parallel_size, config.moe_expert_parallel_size
     tp_size = config.tensor_parallel_size * cp_size
@@ -269,7 +270,7 @@ def _ep_size(config: EngineConfig, spec: ModelSpec) -> tuple[int, str]:
     return ep_size, f"set by {name}; {moe_tp_size} rank(s) share an expert"
 
 
-def mesh_of(config: EngineConfig, spec: ModelSpec) -> tuple[MeshShape, str]:
+def mesh_of(config: EngineConfig, spec: ModelSpec) -> Reasoned[MeshShape]:
     size, (ep_size, experts) = config.tensor_parallel_size, _ep_size(config, spec)
     pp, cp = config.pipeline_parallel_size, config.context_parallel_size
     if config.enable_attention_dp:

@@ -1,4 +1,5 @@
-"""Math that kernels share: activations, the gate of experts, rounding to 8 and 4 bits, `dot`."""
+"""Math that kernels share: activations, the gate of experts, rounding to 8 and 4 bits, `dot`, and
+which tile a program has."""
 
 import triton
 import triton.language as tl
@@ -102,6 +103,16 @@ def gate_of(gate, up, alpha, shift, limit):
     """As `moe.gate.gated`: (up + shift) * gate * sigmoid(alpha * gate), both clamped."""
     gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
     return (up + shift) * gate / (1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
+def in_bands(program, num_rows, num_columns, BAND: tl.constexpr):
+    """(row, column) of a program's tile: programs follow each other down BAND rows before the next
+    column, and find its weights in the L2."""
+    band = program // (BAND * num_columns)
+    height = tl.minimum(num_rows - band * BAND, BAND)
+    within = program % (BAND * num_columns)
+    return band * BAND + within % height, within // height
 
 
 @triton.jit

@@ -39,12 +39,6 @@ def all_to_device(arrays: list[Int32s], device: torch.device) -> list[Tensor]:
     return [on_device[place] for place in places]
 
 
-def _filled(array: Int32s, size: int, value: int) -> Int32s:
-    filled = np.full(size, value, np.int32)
-    filled[: len(array)] = array
-    return filled
-
-
 def fed_tokens(plan: StepPlan) -> tuple[Int32s, Int32s]:
     """Of each token that decodes feed: its row, and how far it is behind the row's last token."""
     fed = plan.num_tokens[: plan.num_decodes]
@@ -163,7 +157,7 @@ class Rows:
         """The tensors of a step with any mix of prompt chunks and decodes. `is_grown`: once more,
         rows are as long as the step made them."""
         sampling = np.flatnonzero(plan.num_logit_rows).astype(np.int32)
-        arrays = self._host_arrays(plan, plan.num_entries, int(plan.num_tokens.sum()))
+        arrays = self._host_arrays(plan)
         *tensors, sampling_L = all_to_device([*arrays, sampling], self.device)
         batch = self._batch(
             tensors,
@@ -193,7 +187,7 @@ class Rows:
         sampling_chunks = sampling[sampling >= num_decodes]
         *tensors, starts_E1, logit_index_L, rows_L = all_to_device(
             [
-                *self._host_arrays(tokens, tokens.num_entries, int(ends[-1])),
+                *self._host_arrays(tokens),
                 np.append(0, ends),
                 np.append(np.arange(num_fed), ends[sampling_chunks] - 1),
                 np.append(tokens.rows[:num_fed], plan.rows[sampling_chunks]),
@@ -250,30 +244,19 @@ class Rows:
         self.lengths_R[self.padding_row :].zero_()
         return batch, logit_entries_N.long()
 
-    def _host_arrays(self, plan: StepPlan, num_entries: int, num_tokens: int) -> list[Int32s]:
-        """Of entries: row, start, tokens and (one more) first token; of tokens: id, entry, offset.
-
-        What the plan does not fill is padding: entries without tokens, tokens of the last of them.
-        """
+    def _host_arrays(self, plan: StepPlan) -> list[Int32s]:
+        """Of entries: row, start, tokens, first token (one more); of tokens: id, entry, offset."""
         counts = plan.num_tokens
-        query_starts = np.full(num_entries + 1, counts.sum(), np.int32)
-        query_starts[: len(counts)] = np.cumsum(counts) - counts
-        ids = np.zeros(num_tokens, np.int32)
+        query_starts = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        ids = np.zeros(query_starts[-1], np.int32)
         for i in range(plan.num_decodes, plan.num_entries):
             start = plan.starts[i]
             token_ids = self._prefill_ids[int(plan.rows[i])]
             ids[query_starts[i] : query_starts[i + 1]] = token_ids[start : start + counts[i]]
         entries = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         offsets = np.arange(len(entries), dtype=np.int32) - query_starts[entries]
-        return [
-            _filled(plan.rows, num_entries, self.padding_row),
-            _filled(plan.starts, num_entries, 0),
-            _filled(counts, num_entries, 0),
-            query_starts,
-            ids,
-            _filled(entries, num_tokens, num_entries - 1),
-            _filled(offsets, num_tokens, 0),
-        ]
+        return [plan.rows, plan.starts, counts, query_starts, ids, entries, offsets]
 
     def _batch(
         self,

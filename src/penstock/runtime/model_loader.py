@@ -70,7 +70,7 @@ def load_model(
         else:
             path = Path(config.model_path)
             load_weights(model, path, spec, mesh, progress=mesh.rank == 0)
-        add_draft_model(model, config, spec, mesh, device)
+        add_draft_model(model, config, mesh, device)
         weights = sum(cast(PlacedParameter, p).num_bytes for p in model.parameters())
         model.finish()
         if device.type == "cuda":
@@ -79,7 +79,7 @@ def load_model(
 
 
 def add_draft_model(
-    model: Decoder, config: RunConfig, spec: ModelSpec, mesh: RankMesh, device: torch.device
+    model: Decoder, config: RunConfig, mesh: RankMesh, device: torch.device
 ) -> None:
     """What drafts for the model, where it has a checkpoint of its own, with its weights. Stages
     before the last one have nothing of it."""

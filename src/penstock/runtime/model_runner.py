@@ -39,35 +39,34 @@ _BYTES_PERIOD_S = 1.0
 _NO_ROWS = np.zeros(0, np.int32)  # that want a field
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Forwarded:
     """A step between `forward` and `sample`."""
 
     plan: StepPlan
+    ran_as: RanAs
     logits_LV: Tensor
     rows_L: Tensor
     kv_lens_L: Tensor
     rows: Int32s
-    scores: PromptScores | None
-    ran_as: RanAs
-    drafted: DraftedRows | None = None
+    drafted: DraftedRows | None
+    scores: PromptScores | None = None
     pooled: Pooled | None = None
     fed: Fed | None = None  # for a drafter that reads the step
     accept: Accept | None = None
 
 
-def _replayed(
+def _by_graph(
     plan: StepPlan, rows: Int32s, outputs: Outputs, drafted: DraftedRows | None, fed: Fed | None
 ) -> _Forwarded:
     return _Forwarded(
-        plan,
-        outputs.logits_NV,
-        outputs.rows_N,
-        outputs.kv_lens_N,
-        rows,
-        None,
-        RanAs.GRAPH,
-        drafted,
+        plan=plan,
+        ran_as=RanAs.GRAPH,
+        logits_LV=outputs.logits_NV,
+        rows_L=outputs.rows_N,
+        kv_lens_L=outputs.kv_lens_N,
+        rows=rows,
+        drafted=drafted,
         fed=fed,
         accept=outputs.accept,
     )
@@ -187,7 +186,7 @@ class ModelRunner:
         """A step with prompts; `tokens` has each token of a decode as one of its own."""
         rows = tokens.rows[tokens.num_logit_rows > 0]
         fed = self.drafting.fed_by_mix(plan, outputs, drafted is not None)
-        return _replayed(plan, rows, outputs, drafted, fed)
+        return _by_graph(plan, rows, outputs, drafted, fed)
 
     def _replayed(
         self,
@@ -199,7 +198,7 @@ class ModelRunner:
     ) -> _Forwarded:
         """A step of decodes."""
         fed = self.drafting.fed_by_decodes(plan, outputs, offsets)
-        return _replayed(plan, rows, outputs, drafted, fed)
+        return _by_graph(plan, rows, outputs, drafted, fed)
 
     def _run_with_drafts(self, plan: StepPlan) -> _Forwarded:
         """A step in which decodes feed drafts: by a CUDA graph if one takes it."""
@@ -230,14 +229,13 @@ class ModelRunner:
         if logits_LV is None:
             return self._run_eager(plan, inputs)
         return _Forwarded(
-            plan,
-            logits_LV,
-            inputs.rows_L,
-            inputs.kv_lens_L,
-            inputs.rows,
-            None,
-            RanAs.CPU_GRAPH,
-            inputs.drafted,
+            plan=plan,
+            ran_as=RanAs.CPU_GRAPH,
+            logits_LV=logits_LV,
+            rows_L=inputs.rows_L,
+            kv_lens_L=inputs.kv_lens_L,
+            rows=inputs.rows,
+            drafted=inputs.drafted,
             fed=self.drafting.fed(plan, inputs.batch, None, inputs.logit_index_L),
         )
 
@@ -266,17 +264,17 @@ class ModelRunner:
         if self._mesh.is_last_stage:
             pooled = self._pooler.pool(plan, hidden_TD, logits_LV)
         return _Forwarded(
-            plan,
-            logits_LV,
-            inputs.rows_L,
-            inputs.kv_lens_L,
-            inputs.rows,
-            scores,
-            RanAs.EAGER,
-            inputs.drafted,
-            pooled,
-            fed,
-            self._accept_of(batch),
+            plan=plan,
+            ran_as=RanAs.EAGER,
+            logits_LV=logits_LV,
+            rows_L=inputs.rows_L,
+            kv_lens_L=inputs.kv_lens_L,
+            rows=inputs.rows,
+            drafted=inputs.drafted,
+            scores=scores,
+            pooled=pooled,
+            fed=fed,
+            accept=self._accept_of(batch),
         )
 
     def _accept_of(self, batch: ForwardBatch) -> Accept | None:
@@ -327,9 +325,9 @@ class ModelRunner:
             logprobs,
             step.scores,
             step.ran_as,
-            outcome.num_accepted_N,
-            outcome.drafts_NK,
-            step.pooled,
+            num_accepted_N=outcome.num_accepted_N,
+            drafts_NK=outcome.drafts_NK,
+            pooled=step.pooled,
         )
 
     def padded_step(self, shape: StepShape, max_kv_len: int) -> GraphStep:

@@ -18,6 +18,7 @@ from penstock.kernels.launch import jit
 from penstock.kernels.op import arch
 from penstock.kernels.quantize.reference import BLOCK
 from penstock.kernels.sizes import cdiv, next_power_of_2
+from penstock.kernels.triton_math import in_bands
 
 _MAX_BLOCK_GEMV_TOKENS = 2  # with block scales, which take time of their own
 
@@ -102,15 +103,11 @@ def _fp8_linear(
 
     IN_BLOCKS (block scales): BLOCK_I is the width and BLOCK_O divides the height of a block, whose
     accumulator is scaled before it is added. Else scales are applied once, in the epilogue; the
-    stride of a per-tensor scale is 0. Programs follow each other down GROUP_T tiles of tokens,
-    which find the weights in the L2.
+    stride of a per-tensor scale is 0.
     """
     num_o = tl.cdiv(out_features, BLOCK_O)
     num_t = tl.cdiv(num_tokens, BLOCK_T)
-    band = tl.program_id(0) // (GROUP_T * num_o)
-    height = tl.minimum(num_t - band * GROUP_T, GROUP_T)
-    within = tl.program_id(0) % (GROUP_T * num_o)
-    tile_t, tile_o = band * GROUP_T + within % height, within // height
+    tile_t, tile_o = in_bands(tl.program_id(0), num_t, num_o, GROUP_T)
 
     tokens = (tile_t * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     outputs = (tile_o * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)

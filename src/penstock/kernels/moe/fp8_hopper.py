@@ -13,8 +13,6 @@ Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pa
 block, D inputs, N outputs.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -33,13 +31,15 @@ from penstock.kernels.gluon_tools import copy, descriptor, pipeline_barriers, vi
 from penstock.kernels.launch import jit
 from penstock.kernels.moe.align import sorted_pairs
 from penstock.kernels.moe.gate import Gate
+from penstock.kernels.moe.hopper_config import HopperConfig
 from penstock.kernels.moe.weights import ExpertWeights
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.quantize.fp8_triton import quantize_groups
 from penstock.kernels.sizes import next_power_of_2
-from penstock.kernels.triton_math import gate_of
+from penstock.kernels.triton_math import gate_of, in_bands
 
 _gate_of = gluon.jit(gate_of.fn)
+_in_bands = gluon.jit(in_bands.fn)
 _TILE = gl.constexpr(128)  # inputs, and outputs, that share a scale
 _SLAB = gl.constexpr(64)  # rows that one wgmma multiplies
 _MIN_BOX = gl.constexpr(32)  # scales copied at once: TMA writes to multiples of 128 bytes
@@ -47,20 +47,9 @@ _LAYOUT = gl.NVMMASharedLayout(128, 8)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(0, 32, rank=1)
 
 
-@dataclass(frozen=True, slots=True)
-class HopperConfig:
-    """Launch config of both GEMMs.
-
-    us of both, H200, DeepSeek-R1 (roofline; `grouped_gemm`): 32 tokens 1694 (1637; 1723), 256
-    2655 (2494; 2756), 1024 2929 (2494; 3371), 8192 10208 (4603; 12639).
-    """
-
-    stages: int  # of the pipeline, a tile each
-    band: int  # blocks of pairs that follow each other before the next outputs
-    registers: int  # of a thread on average; they decide the occupancy
-
-
-CONFIGS = {  # by pairs of a block
+# By pairs of a block. us of both GEMMs, H200, DeepSeek-R1 (roofline; `grouped_gemm`): 32 tokens
+# 1694 (1637; 1723), 256 2655 (2494; 2756), 1024 2929 (2494; 3371), 8192 10208 (4603; 12639).
+CONFIGS = {
     8: HopperConfig(stages=4, band=1, registers=64),
     16: HopperConfig(stages=4, band=1, registers=80),
     32: HopperConfig(stages=4, band=1, registers=80),
@@ -160,10 +149,8 @@ def _fp8_blocks(
         gdc_launch_dependents()
     OUTPUTS: gl.constexpr = _SLAB if IS_GATED else 2 * _SLAB
     num_n = N // OUTPUTS
-    band = gl.program_id(0) // (BAND * num_n)
-    height = gl.minimum(num_blocks - band * BAND, BAND)
-    within = gl.program_id(0) % (BAND * num_n)
-    block, first = band * BAND + within % height, within // height * OUTPUTS
+    block, column = _in_bands(gl.program_id(0), num_blocks, num_n, BAND)
+    first = column * OUTPUTS
     slot = gl.load(slots_ptr + block)
     if slot < S:
         W: gl.constexpr = gl.NVMMASharedLayout(128, 8)

@@ -27,7 +27,7 @@ from penstock.kernels.moe.weights import ExpertWeights, as_inputs, pointer
 from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.sizes import cdiv
-from penstock.kernels.triton_math import dot, gate_of
+from penstock.kernels.triton_math import dot, gate_of, in_bands
 
 _HOPPER = HopperKernels("penstock.kernels.moe.fp8_hopper", "experts in FP8 are computed")
 
@@ -60,10 +60,8 @@ def _grouped(
     let_next_start(PDL)
     wait_for_previous(PDL)
     num_n = tl.cdiv(N, BLOCK_N)
-    band = tl.program_id(0) // (BAND * num_n)
-    height = tl.minimum(num_blocks - band * BAND, BAND)
-    within = tl.program_id(0) % (BAND * num_n)
-    block, first = band * BAND + within % height, within // height * BLOCK_N
+    block, column = in_bands(tl.program_id(0), num_blocks, num_n, BAND)
+    first = column * BLOCK_N
     slot = tl.load(block_slots_ptr + block).to(tl.int64)
     if slot >= S:
         return

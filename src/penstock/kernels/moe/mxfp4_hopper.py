@@ -13,8 +13,6 @@ Legend: T tokens, S slots, K experts of a token, P = T * K pairs, B blocks of pa
 block, D inputs, N outputs.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -42,12 +40,14 @@ from penstock.kernels.gluon_tools import (
 from penstock.kernels.launch import jit
 from penstock.kernels.moe.align import rows_per_block, sorted_pairs
 from penstock.kernels.moe.gate import Gate
+from penstock.kernels.moe.hopper_config import HopperConfig
 from penstock.kernels.moe.weights import TILE, ExpertWeights
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.sizes import cdiv, next_power_of_2
-from penstock.kernels.triton_math import gate_of
+from penstock.kernels.triton_math import gate_of, in_bands
 
 _gate_of = gluon.jit(gate_of.fn)
+_in_bands = gluon.jit(in_bands.fn)
 _pairs = gluon.jit(mxfp4_pairs.fn)
 _factors_of = gluon.jit(factors_of.fn)
 _scaled_pairs = gluon.jit(scaled_pairs.fn)
@@ -57,20 +57,10 @@ _LINE_ROWS = gl.constexpr(16)  # whose words they are
 _TILE = gl.constexpr(TILE)
 
 
-@dataclass(frozen=True, slots=True)
-class HopperConfig:
-    """Launch config of both GEMMs.
-
-    us of both, H200, gpt-oss-120b (roofline): 32 tokens 291 (249), 256 tokens 468 (374), 1024
-    tokens 766, 8192 tokens 3114. Instructions decide: 296 for a warp's tile, not 343, were 10 %.
-    """
-
-    stages: int  # of the pipeline, a tile each
-    band: int  # blocks of pairs that follow each other before the next outputs
-    registers: int  # of a thread on average; they decide the occupancy
-
-
-CONFIGS = {  # by pairs of a block
+# By pairs of a block. us of both GEMMs, H200, gpt-oss-120b (roofline): 32 tokens 291 (249), 256
+# tokens 468 (374), 1024 tokens 766, 8192 tokens 3114. Instructions decide: 296 for a warp's tile,
+# not 343, were 10 %.
+CONFIGS = {
     8: HopperConfig(stages=4, band=1, registers=64),
     16: HopperConfig(stages=4, band=1, registers=80),
     32: HopperConfig(stages=4, band=1, registers=80),
@@ -204,10 +194,8 @@ def _mxfp4(
         gdc_launch_dependents()
     OUTPUTS: gl.constexpr = 2 * _HALF if IS_GATED else 4 * _HALF
     num_n = gl.cdiv(N, OUTPUTS)
-    band = gl.program_id(0) // (BAND * num_n)
-    height = gl.minimum(num_blocks - band * BAND, BAND)
-    within = gl.program_id(0) % (BAND * num_n)
-    block, first = band * BAND + within % height, within // height * OUTPUTS
+    block, column = _in_bands(gl.program_id(0), num_blocks, num_n, BAND)
+    first = column * OUTPUTS
     slot = gl.load(slots_ptr + block)
     if slot < S:
         W: gl.constexpr = gl.NVMMASharedLayout(0, 32)

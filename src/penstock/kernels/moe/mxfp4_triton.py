@@ -35,7 +35,7 @@ from penstock.kernels.moe.weights import ExpertWeights
 from penstock.kernels.op import arch, hopper
 from penstock.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.sizes import cdiv
-from penstock.kernels.triton_math import gate_of
+from penstock.kernels.triton_math import gate_of, in_bands
 
 _MAX_UNSORTED = 4  # tokens; so few seldom share an expert
 _MIN_ON_HOPPER = 3  # tokens; 60.6 us instead of 68.8 on an H200, fewer were not measured
@@ -117,10 +117,8 @@ def _mxfp4(
     ROWS: tl.constexpr = 16 * WARPS * SLABS
     OUTPUTS: tl.constexpr = ROWS // 2 if IS_GATED else ROWS
     num_n = tl.cdiv(N, OUTPUTS)
-    band = tl.program_id(0) // (BAND * num_n)
-    height = tl.minimum(num_blocks - band * BAND, BAND)
-    within = tl.program_id(0) % (BAND * num_n)
-    block, first = band * BAND + within % height, within // height * OUTPUTS
+    block, column = in_bands(tl.program_id(0), num_blocks, num_n, BAND)
+    first = column * OUTPUTS
     slot = tl.load(slots_ptr + block, cache_modifier=".cg").to(tl.int64)
     if slot >= S:
         wait_for_previous(IS_EARLY)

@@ -2,7 +2,6 @@
 
 import uuid
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.server.access_log import tell_access_log
 from penstock.server.adapters import with_adapter
 from penstock.server.anthropic.block_writer import BlockWriter
 from penstock.server.anthropic.reply import (
@@ -29,19 +27,20 @@ from penstock.server.body import read_body
 from penstock.server.generations import Generations
 from penstock.server.openai.requests.schema import parse
 from penstock.server.openai.requests.through_chat import told_as
+from penstock.server.respond import respond
 from penstock.server.sse import (
+    EventStream,
     FramedStream,
     event,
     explain_failure,
     named_event,
-    until_disconnect,
 )
 from penstock.server.state import ServerState, state_of
 from penstock.types.outputs import TextDelta, Usage
 from penstock.types.request import FinishReason, GenerateInput
 
 
-async def create_message(request: Request) -> Response | FramedStream:
+async def create_message(request: Request) -> Response | EventStream:
     state = state_of(request)
     defaults = state.pipeline.client.info.default_sampling
     asked, given = await read_body(request, partial(_read, defaults))
@@ -54,12 +53,7 @@ async def create_message(request: Request) -> Response | FramedStream:
             state.pipeline, inputs, state.metrics.observe, stream=asked.stream
         )
     responder = MessagesResponder(asked, state, generations)
-    tell_access_log(request.scope, responder.id, generations)
-    if asked.stream:
-        return FramedStream(generations, responder)
-    async with aclosing(generations):
-        reply = await until_disconnect(request.receive, responder.reply())
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+    return await respond(request, generations, responder, FramedStream if asked.stream else None)
 
 
 def _read(defaults: Mapping[str, Any], body: Any) -> tuple[MessagesRequest, GenerateInput]:

@@ -2,18 +2,15 @@
 
 import time
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import RequestError
 from penstock.frontend.generation import Generation
-from penstock.server.access_log import tell_access_log
 from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
@@ -28,7 +25,8 @@ from penstock.server.openai.reply import (
 )
 from penstock.server.openai.requests.completions import CompletionRequest
 from penstock.server.openai.requests.schema import parse
-from penstock.server.sse import EventStream, TextEvents, event, until_disconnect
+from penstock.server.respond import respond
+from penstock.server.sse import EventStream, TextEvents, event
 from penstock.server.state import ServerState, state_of
 from penstock.types.outputs import TextDelta, TokenLogprob
 from penstock.types.request import FinishReason, GenerateInput
@@ -46,12 +44,7 @@ async def completions(request: Request) -> Response | EventStream:
         state.pipeline, inputs, state.metrics.observe, stream=asked.stream
     )
     responder = CompletionResponder(asked, state, generations)
-    tell_access_log(request.scope, responder.id, generations)
-    if asked.stream:
-        return EventStream(generations, responder)
-    async with aclosing(generations):
-        reply = await until_disconnect(request.receive, responder.reply())
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+    return await respond(request, generations, responder, EventStream if asked.stream else None)
 
 
 def _read(defaults: Mapping[str, Any], body: Any) -> tuple[CompletionRequest, list[GenerateInput]]:

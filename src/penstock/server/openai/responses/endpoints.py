@@ -4,7 +4,6 @@ was stored can be asked for again, continued, cancelled and deleted.
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import RequestError
-from penstock.server.access_log import tell_access_log
 from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
@@ -29,14 +27,15 @@ from penstock.server.openai.responses.responder import ResponsesResponder
 from penstock.server.openai.responses.service import service_of, stored_of
 from penstock.server.openai.responses.store import TenantResponses
 from penstock.server.openai.responses.truncation import fitting
-from penstock.server.sse import FramedStream, until_disconnect
+from penstock.server.respond import respond
+from penstock.server.sse import EventStream, FramedStream
 from penstock.server.state import state_of
 from penstock.types.request import GenerateInput
 
 _NUM_LISTED = 20
 
 
-async def create_response(request: Request) -> Response | FramedStream:
+async def create_response(request: Request) -> Response | EventStream:
     state, service = state_of(request), service_of(request)
     known = stored_of(request) if service.store.is_on else None
     pipeline = state.pipeline
@@ -54,12 +53,7 @@ async def create_response(request: Request) -> Response | FramedStream:
     responder = ResponsesResponder(asked, state, generations, given.sampling, read.items, stored)
     if asked.background:
         return _json(await service.background.start(responder))
-    tell_access_log(request.scope, responder.id, generations)
-    if asked.stream:
-        return FramedStream(generations, responder)
-    async with aclosing(generations):
-        reply = await until_disconnect(request.receive, responder.reply())
-    return _json(reply)
+    return await respond(request, generations, responder, FramedStream if asked.stream else None)
 
 
 @dataclass(frozen=True, slots=True)
