@@ -37,6 +37,8 @@ _MAX_COMPILED_CHARS = 1 << 24  # of their texts together
 _COMPILE_TIMEOUT_S = 30.0
 _COMPILE_THREADS = 2
 _MAX_MASK_THREADS = 8
+_MAX_RENEWALS = 2  # of a request's matcher
+_MAX_RENEWAL_S = 0.05  # to compile it; every row of the step waits
 _NOTHING = LateInputs()
 _log = log.get(__name__)
 
@@ -46,19 +48,40 @@ def _library() -> Any:
     return import_module("penstock.engine.vocabulary")
 
 
+class _Compiled(NamedTuple):
+    """Copies of its matcher share one lexer, with all states that any of them has come to."""
+
+    matcher: "LLMatcher"
+    seconds: float
+
+
 class _Running:
     """One request's matcher, at its last committed token."""
 
     def __init__(
-        self, request: Request, matcher: "LLMatcher | None", eos_ids: Sequence[int]
+        self, request: Request, compiled: _Compiled | None, eos_ids: Sequence[int]
     ) -> None:
-        self.matcher = matcher
+        self.grammar = "" if request.grammar is None else request.grammar.text
+        self.compiled = compiled
+        self.matcher = None if compiled is None else compiled.matcher.deep_copy()
+        self.num_renewals = 0
+        self.consumed: list[int] = []
         self.thinking = Thinking(request.thinking) if request.thinking is not None else None
         self.num_tokens = 0
         self._min_tokens = 0 if request.grammar is None else request.grammar.min_tokens
         self._stop_ids = request.stop_ids
         # The vocabulary knows all tokens that end an output of this model, a request some of them.
         self._foreign_ids = [one for one in eos_ids if one not in request.stop_ids]
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        assert self.matcher is not None
+        self.consumed += token_ids
+        self.matcher.consume_tokens(list(token_ids))
+
+    def renew(self, compiled: _Compiled) -> None:
+        self.num_renewals += 1
+        self.compiled, self.matcher = compiled, compiled.matcher.deep_copy()
+        self.matcher.consume_tokens(self.consumed)
 
     @property
     def error(self) -> str | None:
@@ -144,7 +167,7 @@ class _Refused(NamedTuple):
 class _Walk(NamedTuple):
     """The masks of a matcher's next token and behind each of these drafts."""
 
-    matcher: "LLMatcher"
+    running: _Running
     first: int
     drafts: list[int]
 
@@ -168,10 +191,10 @@ class Grammars:
         self._clock = clock
         self._pool = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
         self._loading = Lock()
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[_Compiled]] = OrderedDict()
         self._num_chars = 0
         # By request id: its grammar, wherever the others have pushed it, and until when it waits.
-        self._waiting: dict[int, tuple[Future[LLMatcher], float]] = {}
+        self._waiting: dict[int, tuple[Future[_Compiled], float]] = {}
         self._running: dict[int, _Running] = {}  # by request id, once its grammar is compiled
 
     @property
@@ -199,14 +222,14 @@ class Grammars:
                 )
             return False
         try:
-            matcher = compiling.result().deep_copy()
+            compiled = compiling.result()
         except Exception as error:
             raise RequestError("invalid_value", f"the grammar cannot be used: {error}") from error
         del self._waiting[request.id]
-        self._running[request.id] = _Running(request, matcher, self._vocabulary.eos_tokens)
+        self._running[request.id] = _Running(request, compiled, self._vocabulary.eos_tokens)
         return True
 
-    def _compile(self, text: str) -> "Future[LLMatcher]":
+    def _compile(self, text: str) -> "Future[_Compiled]":
         found = self._compiled.get(text)
         if found is None:
             found = self._compiled[text] = self._pool.submit(self._make_matcher, text)
@@ -222,10 +245,33 @@ class Grammars:
             text, _ = self._compiled.popitem(last=False)
             self._num_chars -= len(text)
 
-    def _make_matcher(self, text: str) -> "LLMatcher":
+    def _make_matcher(self, text: str) -> _Compiled:
         with self._loading:
             vocabulary = self._vocabulary
-        return _library().make_matcher(vocabulary, text)
+        started = time.monotonic()
+        return _Compiled(
+            _library().make_matcher(vocabulary, text), seconds=time.monotonic() - started
+        )
+
+    def _renew(self, running: _Running) -> bool:
+        """The states of a lexer are bounded, and copies share them: one that uses them up breaks
+        all others, and those that come later. So a matcher that breaks goes on with a new lexer,
+        first with one that is shared again, then with one of its own; what is no fault of the lexer
+        breaks again."""
+        assert running.compiled is not None
+        if running.num_renewals == _MAX_RENEWALS or running.compiled.seconds > _MAX_RENEWAL_S:
+            return False
+        text, compiled = running.grammar, running.compiled
+        kept = self._compiled.get(text)
+        if running.num_renewals == 0 and kept is not None and kept.done():
+            compiled = kept.result()
+        if compiled is running.compiled:
+            compiled = self._make_matcher(text)
+            if running.num_renewals == 0 and kept is not None:
+                self._compiled[text] = kept = Future()
+                kept.set_result(compiled)
+        running.renew(compiled)
+        return running.error is None
 
     @cached_property
     def _vocabulary(self) -> "LLTokenizer":
@@ -245,7 +291,9 @@ class Grammars:
             running.thinking.on_commit(token_ids)
         is_last = token_ids[-1] in request.stop_ids  # the end of the output is no part of it
         if running.matcher is not None and running.error is None:
-            running.matcher.consume_tokens(list(token_ids[:-1] if is_last else token_ids))
+            running.consume(token_ids[:-1] if is_last else token_ids)
+            if running.error is not None:
+                self._renew(running)
         return running.error
 
     def known_tokens(self, request: Request) -> Sequence[int]:
@@ -282,7 +330,7 @@ class Grammars:
             ahead = running.places(entry.drafts)
             if running.matcher is not None and running.error is None:
                 drafts = entry.drafts[: len(ahead) - 1]
-                walks.append(_Walk(running.matcher, len(positions), drafts))
+                walks.append(_Walk(running, len(positions), drafts))
             for offset, place in enumerate(ahead):
                 if place.has_mask:
                     positions.append(entry.position + offset)
@@ -298,7 +346,12 @@ class Grammars:
     def _walk(self, walks: Sequence[_Walk], masks_NW: Int32s) -> None:
         """Drafts are walked by a copy: what breaks it has not happened yet."""
         start, num_bytes = masks_NW.ctypes.data, masks_NW.strides[0]
-        walkers = [walk.matcher.deep_copy() if walk.drafts else walk.matcher for walk in walks]
+        matchers = [walk.running.matcher for walk in walks]
+        walkers = [
+            matcher.deep_copy() if walk.drafts else matcher
+            for walk, matcher in zip(walks, matchers, strict=True)
+            if matcher is not None
+        ]
         if len(walks) < 2 or self._executor is None:
             for matcher, (_, first, drafts) in zip(walkers, walks, strict=True):
                 matcher.unsafe_compute_mask_ptr(start + first * num_bytes, num_bytes)
@@ -312,10 +365,16 @@ class Grammars:
                 self._executor.unsafe_compute_mask_ptr(single, *target)
             if drafted := [one for one in asked if one[-1]]:
                 self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
-        for matcher, (own, first, drafts) in zip(walkers, walks, strict=True):
-            if drafts and matcher.is_error():
-                own.unsafe_compute_mask_ptr(start + first * num_bytes, num_bytes)
-                masks_NW[first + 1 : first + 1 + len(drafts)] = -1  # as `fill_ends` does
+        for walker, (running, first, drafts) in zip(walkers, walks, strict=True):
+            if not walker.is_error():
+                continue
+            place = start + first * num_bytes
+            masks_NW[first + 1 : first + 1 + len(drafts)] = -1  # as `fill_ends` does
+            assert running.matcher is not None
+            if drafts:
+                running.matcher.unsafe_compute_mask_ptr(place, num_bytes)
+            if running.matcher.is_error() and self._renew(running):
+                running.matcher.unsafe_compute_mask_ptr(place, num_bytes)
 
     @cached_property
     def _executor(self) -> "LLExecutor | None":

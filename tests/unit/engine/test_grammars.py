@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from penstock.config.schema import EngineConfig
 from penstock.core.followers import LateEntry
-from penstock.engine import grammars
+from penstock.engine import grammars, vocabulary
 from penstock.engine.grammars import Grammars
 from penstock.engine.vocabulary import make_executor
 from penstock.errors import RequestError
 from penstock.hub.folder import local_folder
 from penstock.models.spec import parse_model_spec
+from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import Grammar, Request, ThinkingBudget
 from penstock.types.sampling import SamplingParams
 
@@ -69,6 +71,34 @@ def test_masks_name_the_logit_rows_of_requests_that_have_matchers():
     assert held.late_inputs([entry(first)]).positions.tolist() == []
     held.on_close(second)
     assert held.num_matchers == 0
+
+
+@pytest.mark.parametrize("num_threads", [None, 2])
+def test_a_request_that_uses_up_the_lexer_breaks_no_other(monkeypatch, num_threads):
+    """Copies of a matcher share the states of its lexer, whose number is bounded."""
+    few = LLParserLimits(max_lexer_states=300, initial_lexer_fuel=2_000_000)
+    monkeypatch.setattr(vocabulary, "LIMITS", few)
+    held = Grammars(TINY, SPEC)
+    held._executor = num_threads and make_executor(num_threads)
+    text = "start: /[ab]*a[ab]{12}c/ | /d[ab]*/"  # the first part has 2 ** 12 states
+    greedy, modest = request(1, text), request(2, text)
+    wait(held, greedy, modest)
+    tokens = sorted(allowed(held.late_inputs([entry(greedy)]).bitmasks[0]))
+    tokenizer = Tokenizer.from_folder(local_folder("tiny"))
+    a, b, d = (tokenizer.encode(one, add_special_tokens=False)[0] for one in "abd")
+    assert {a, b, d} <= {*tokens}
+    assert held.on_commit(modest, [d]) is None
+    rng, broken = random.Random(0), None
+    for _ in range(400):
+        if broken is None:
+            broken = held.on_commit(greedy, [rng.choice([a, b])])
+        entries = [entry(modest)] if broken else [entry(greedy, 1), entry(modest)]
+        assert a in allowed(held.late_inputs(entries).bitmasks[-1])
+        assert held.on_commit(modest, [rng.choice([a, b])]) is None
+    assert "too many states" in broken
+    later = request(3, text)
+    wait(held, later)
+    assert sorted(allowed(held.late_inputs([entry(later)]).bitmasks[0])) == tokens
 
 
 def test_several_tokens_may_be_committed_at_once():

@@ -95,8 +95,8 @@ class Branches:
                 found[name] = frozenset(values)
         parts = [(one, seen) for one in schema.get("allOf", ())]
         for part, path in (*parts, *self._followed(schema, seen)):
-            for name, values in self.tags(part, path).items():
-                found[name] = found.get(name, values) & values
+            for name, others in self.tags(part, path).items():
+                found[name] = found.get(name, others) & others
         return found
 
 

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 _MAX_TEXT, _MAX_TEXTS = 256, 20_000  # characters of a text that is forbidden, and of all of them
 _MAX_FIRST = 4  # items of which one may be another
-_LIMITS = (("minimum", "exclusiveMaximum"), ("maximum", "exclusiveMinimum"))
-_LIMITS += tuple((other, one) for one, other in _LIMITS)
+_LIMITS = (
+    ("minimum", "exclusiveMaximum"),
+    ("exclusiveMinimum", "maximum"),
+    ("maximum", "exclusiveMinimum"),
+    ("exclusiveMaximum", "minimum"),
+)
 
 
 def other_values(values: list[Any], path: str) -> Iterator[Schema]:

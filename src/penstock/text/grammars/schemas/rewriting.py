@@ -337,7 +337,7 @@ class Rewriting:
             first = [[wanted] * count for count in range(least, most + 1)]
             ways += [{"prefixItems": has, "items": other, "minItems": len(has)} for has in first]
         elif least == 1:
-            first = [[True] * count + [wanted] for count in range(_MAX_FIRST)]
+            first = [[*[True] * count, wanted] for count in range(_MAX_FIRST)]
             ways += [{"prefixItems": has, "minItems": len(has)} for has in first]
         elif least:
             ways.append({"prefixItems": [wanted] * least, "minItems": least})
