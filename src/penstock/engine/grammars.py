@@ -37,6 +37,9 @@ _MAX_COMPILED_CHARS = 1 << 24  # of their texts together
 _COMPILE_TIMEOUT_S = 30.0
 _COMPILE_THREADS = 2
 _MAX_MASK_THREADS = 8
+# Copies of a matcher share one lexer and its lock: one thread at a time makes a mask of theirs. So
+# many rows have a lexer of their own, as far as there are threads.
+_ROWS_PER_LEXER = 8
 _MAX_RENEWALS = 2  # of a request's matcher
 _MAX_RENEWAL_S = 0.05  # to compile it; every row of the step waits
 _NOTHING = LateInputs()
@@ -55,15 +58,23 @@ class _Compiled(NamedTuple):
     seconds: float
 
 
+class _Lexer:
+    """One grammar compiled, again when it is used up; for some of the grammar's requests."""
+
+    def __init__(self, number: int, compiling: "Future[_Compiled]") -> None:
+        self.number = number
+        self.compiling = compiling
+        self.num_users = 0
+
+
 class _Running:
     """One request's matcher, at its last committed token."""
 
-    def __init__(
-        self, request: Request, compiled: _Compiled | None, eos_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, request: Request, lexer: _Lexer | None, eos_ids: Sequence[int]) -> None:
         self.grammar = "" if request.grammar is None else request.grammar.text
-        self.compiled = compiled
-        self.matcher = None if compiled is None else compiled.matcher.deep_copy()
+        self.lexer = lexer
+        self.compiled = None if lexer is None else lexer.compiling.result()
+        self.matcher = None if self.compiled is None else self.compiled.matcher.deep_copy()
         self.num_renewals = 0
         self.consumed: list[int] = []
         self.thinking = Thinking(request.thinking) if request.thinking is not None else None
@@ -171,6 +182,10 @@ class _Walk(NamedTuple):
     first: int
     drafts: list[int]
 
+    @property
+    def number(self) -> int:
+        return 0 if self.running.lexer is None else self.running.lexer.number
+
 
 def _clear(words_W: Int32s, token_ids: Sequence[int]) -> None:
     bits_W = words_W.view(np.uint32)
@@ -191,10 +206,10 @@ class Grammars:
         self._clock = clock
         self._pool = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
         self._loading = Lock()
-        self._compiled: OrderedDict[str, Future[_Compiled]] = OrderedDict()
+        self._compiled: OrderedDict[str, list[_Lexer]] = OrderedDict()
         self._num_chars = 0
         # By request id: its grammar, wherever the others have pushed it, and until when it waits.
-        self._waiting: dict[int, tuple[Future[_Compiled], float]] = {}
+        self._waiting: dict[int, tuple[_Lexer, float]] = {}
         self._running: dict[int, _Running] = {}  # by request id, once its grammar is compiled
 
     @property
@@ -211,10 +226,11 @@ class Grammars:
                 self._running[request.id] = _Running(request, None, ())
             return True
         if request.id not in self._waiting:
-            compiling = self._compile(request.grammar.text)
-            self._waiting[request.id] = compiling, self._clock() + _COMPILE_TIMEOUT_S
-        compiling, deadline = self._waiting[request.id]
-        if not compiling.done():
+            lexer = self._lexer(request.grammar.text)
+            lexer.num_users += 1
+            self._waiting[request.id] = lexer, self._clock() + _COMPILE_TIMEOUT_S
+        lexer, deadline = self._waiting[request.id]
+        if not lexer.compiling.done():
             if self._clock() > deadline:
                 raise RequestError(
                     "invalid_value",
@@ -222,28 +238,32 @@ class Grammars:
                 )
             return False
         try:
-            compiled = compiling.result()
+            running = _Running(request, lexer, self._vocabulary.eos_tokens)
         except Exception as error:
             raise RequestError("invalid_value", f"the grammar cannot be used: {error}") from error
         del self._waiting[request.id]
-        self._running[request.id] = _Running(request, compiled, self._vocabulary.eos_tokens)
+        self._running[request.id] = running
         return True
 
-    def _compile(self, text: str) -> "Future[_Compiled]":
-        found = self._compiled.get(text)
-        if found is None:
-            found = self._compiled[text] = self._pool.submit(self._make_matcher, text)
+    def _lexer(self, text: str) -> _Lexer:
+        """The one that fewest use."""
+        lexers = self._compiled.setdefault(text, [])
+        self._compiled.move_to_end(text)
+        found = min(lexers, key=lambda one: one.num_users, default=None)
+        has_room = found is not None and found.num_users < _ROWS_PER_LEXER
+        if found is None or (not has_room and len(lexers) < self._num_threads):
+            found = _Lexer(len(lexers), self._pool.submit(self._make_matcher, text))
+            lexers.append(found)
             self._num_chars += len(text)
             self._forget_oldest()
-        self._compiled.move_to_end(text)
         return found
 
     def _forget_oldest(self) -> None:
         while len(self._compiled) > 1 and (
             len(self._compiled) > _MAX_COMPILED or self._num_chars > _MAX_COMPILED_CHARS
         ):
-            text, _ = self._compiled.popitem(last=False)
-            self._num_chars -= len(text)
+            text, lexers = self._compiled.popitem(last=False)
+            self._num_chars -= len(text) * len(lexers)
 
     def _make_matcher(self, text: str) -> _Compiled:
         with self._loading:
@@ -258,18 +278,18 @@ class Grammars:
         all others, and those that come later. So a matcher that breaks goes on with a new lexer,
         first with one that is shared again, then with one of its own; what is no fault of the lexer
         breaks again."""
-        assert running.compiled is not None
-        if running.num_renewals == _MAX_RENEWALS or running.compiled.seconds > _MAX_RENEWAL_S:
+        lexer, compiled = running.lexer, running.compiled
+        assert lexer is not None and compiled is not None
+        if running.num_renewals == _MAX_RENEWALS or compiled.seconds > _MAX_RENEWAL_S:
             return False
-        text, compiled = running.grammar, running.compiled
-        kept = self._compiled.get(text)
-        if running.num_renewals == 0 and kept is not None and kept.done():
-            compiled = kept.result()
-        if compiled is running.compiled:
-            compiled = self._make_matcher(text)
-            if running.num_renewals == 0 and kept is not None:
-                self._compiled[text] = kept = Future()
-                kept.set_result(compiled)
+        is_first = running.num_renewals == 0
+        if is_first and lexer.compiling.result() is not compiled:  # another one was here before
+            compiled = lexer.compiling.result()
+        else:
+            compiled = self._make_matcher(running.grammar)
+            if is_first:
+                lexer.compiling = Future()
+                lexer.compiling.set_result(compiled)
         running.renew(compiled)
         return running.error is None
 
@@ -307,8 +327,10 @@ class Grammars:
         return known
 
     def on_close(self, request: Request) -> None:
-        self._running.pop(request.id, None)
-        self._waiting.pop(request.id, None)
+        running, waiting = self._running.pop(request.id, None), self._waiting.pop(request.id, None)
+        lexer = waiting[0] if waiting else running.lexer if running else None
+        if lexer is not None:
+            lexer.num_users -= 1
 
     # Late inputs
 
@@ -359,7 +381,9 @@ class Grammars:
                     matcher.try_consume_tokens([draft])
                     matcher.unsafe_compute_mask_ptr(start + number * num_bytes, num_bytes)
         else:
-            asked = [(m, walk.first, walk.drafts) for m, walk in zip(walkers, walks, strict=True)]
+            # Threads take neighbors: those of one lexer would wait for each other.
+            order = sorted(range(len(walks)), key=lambda at: walks[at].number)
+            asked = [(walkers[at], walks[at].first, walks[at].drafts) for at in order]
             target = start, num_bytes, len(masks_NW)
             if single := [(matcher, first) for matcher, first, drafts in asked if not drafts]:
                 self._executor.unsafe_compute_mask_ptr(single, *target)
@@ -377,9 +401,12 @@ class Grammars:
                 running.matcher.unsafe_compute_mask_ptr(place, num_bytes)
 
     @cached_property
+    def _num_threads(self) -> int:
+        return max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2))
+
+    @cached_property
     def _executor(self) -> "LLExecutor | None":
-        num_threads = min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2)
-        return _library().make_executor(num_threads) if num_threads > 1 else None
+        return _library().make_executor(self._num_threads) if self._num_threads > 1 else None
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -36,7 +36,7 @@ from penstock.text.grammars.schemas.forms import (
 from penstock.text.grammars.schemas.patterns import exactly, with_length
 from penstock.text.grammars.schemas.plain import PlainSchema, escaped, plain
 
-_MAX_NODES = 20_000  # of what is made; 40 times what the largest schema of the test suite takes
+_MAX_NODES = 20_000  # schemas that are read or made on the way
 _MAX_WAYS = 64  # to have so few or so many properties
 _MAX_UNIQUE = 256  # lists of different values that are written out
 _MAX_FIRST = 4  # places in which an item that must be contained may be
@@ -267,7 +267,7 @@ class Rewriting:
         if "then" not in schema and "else" not in schema:
             return []
         if "then" not in schema:
-            return [[("if", True)], [("if", False), ("else", True)]]
+            return [[("if", True)], [("else", True)]]
         if "else" not in schema:
             return [[("if", True), ("then", True)], [("if", False)]]
         return [[("if", True), ("then", True)], [("if", False), ("else", True)]]
