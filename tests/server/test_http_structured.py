@@ -257,7 +257,10 @@ def test_the_other_apis_go_the_same_way(server, client):
     ("asked", "param", "said"),
     [
         (
-            {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}},
+            {
+                "type": "json_schema",
+                "json_schema": {"schema": {"properties": {"a": {"uniqueItems": True}}}},
+            },
             "response_format.json_schema.schema.properties.a",
             "at #/properties/a",
         ),

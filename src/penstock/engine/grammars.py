@@ -37,6 +37,11 @@ _MAX_COMPILED_CHARS = 1 << 24  # of their texts together
 _COMPILE_TIMEOUT_S = 30.0
 _COMPILE_THREADS = 2
 _MAX_MASK_THREADS = 8
+# Copies of a matcher share one lexer and its lock: one thread at a time makes a mask of theirs. So
+# many rows have a lexer of their own, as far as there are threads.
+_ROWS_PER_LEXER = 8
+_MAX_RENEWALS = 2  # of a request's matcher
+_MAX_RENEWAL_S = 0.05  # to compile it; every row of the step waits
 _NOTHING = LateInputs()
 _log = log.get(__name__)
 
@@ -46,19 +51,48 @@ def _library() -> Any:
     return import_module("penstock.engine.vocabulary")
 
 
+class _Compiled(NamedTuple):
+    """Copies of its matcher share one lexer, with all states that any of them has come to."""
+
+    matcher: "LLMatcher"
+    seconds: float
+
+
+class _Lexer:
+    """One grammar compiled, again when it is used up; for some of the grammar's requests."""
+
+    def __init__(self, number: int, compiling: "Future[_Compiled]") -> None:
+        self.number = number
+        self.compiling = compiling
+        self.num_users = 0
+
+
 class _Running:
     """One request's matcher, at its last committed token."""
 
-    def __init__(
-        self, request: Request, matcher: "LLMatcher | None", eos_ids: Sequence[int]
-    ) -> None:
-        self.matcher = matcher
+    def __init__(self, request: Request, lexer: _Lexer | None, eos_ids: Sequence[int]) -> None:
+        self.grammar = "" if request.grammar is None else request.grammar.text
+        self.lexer = lexer
+        self.compiled = None if lexer is None else lexer.compiling.result()
+        self.matcher = None if self.compiled is None else self.compiled.matcher.deep_copy()
+        self.num_renewals = 0
+        self.consumed: list[int] = []
         self.thinking = Thinking(request.thinking) if request.thinking is not None else None
         self.num_tokens = 0
         self._min_tokens = 0 if request.grammar is None else request.grammar.min_tokens
         self._stop_ids = request.stop_ids
         # The vocabulary knows all tokens that end an output of this model, a request some of them.
         self._foreign_ids = [one for one in eos_ids if one not in request.stop_ids]
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        assert self.matcher is not None
+        self.consumed += token_ids
+        self.matcher.consume_tokens(list(token_ids))
+
+    def renew(self, compiled: _Compiled) -> None:
+        self.num_renewals += 1
+        self.compiled, self.matcher = compiled, compiled.matcher.deep_copy()
+        self.matcher.consume_tokens(self.consumed)
 
     @property
     def error(self) -> str | None:
@@ -144,9 +178,13 @@ class _Refused(NamedTuple):
 class _Walk(NamedTuple):
     """The masks of a matcher's next token and behind each of these drafts."""
 
-    matcher: "LLMatcher"
+    running: _Running
     first: int
     drafts: list[int]
+
+    @property
+    def number(self) -> int:
+        return 0 if self.running.lexer is None else self.running.lexer.number
 
 
 def _clear(words_W: Int32s, token_ids: Sequence[int]) -> None:
@@ -168,10 +206,10 @@ class Grammars:
         self._clock = clock
         self._pool = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
         self._loading = Lock()
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, list[_Lexer]] = OrderedDict()
         self._num_chars = 0
         # By request id: its grammar, wherever the others have pushed it, and until when it waits.
-        self._waiting: dict[int, tuple[Future[LLMatcher], float]] = {}
+        self._waiting: dict[int, tuple[_Lexer, float]] = {}
         self._running: dict[int, _Running] = {}  # by request id, once its grammar is compiled
 
     @property
@@ -188,10 +226,11 @@ class Grammars:
                 self._running[request.id] = _Running(request, None, ())
             return True
         if request.id not in self._waiting:
-            compiling = self._compile(request.grammar.text)
-            self._waiting[request.id] = compiling, self._clock() + _COMPILE_TIMEOUT_S
-        compiling, deadline = self._waiting[request.id]
-        if not compiling.done():
+            lexer = self._lexer(request.grammar.text)
+            lexer.num_users += 1
+            self._waiting[request.id] = lexer, self._clock() + _COMPILE_TIMEOUT_S
+        lexer, deadline = self._waiting[request.id]
+        if not lexer.compiling.done():
             if self._clock() > deadline:
                 raise RequestError(
                     "invalid_value",
@@ -199,33 +238,60 @@ class Grammars:
                 )
             return False
         try:
-            matcher = compiling.result().deep_copy()
+            running = _Running(request, lexer, self._vocabulary.eos_tokens)
         except Exception as error:
             raise RequestError("invalid_value", f"the grammar cannot be used: {error}") from error
         del self._waiting[request.id]
-        self._running[request.id] = _Running(request, matcher, self._vocabulary.eos_tokens)
+        self._running[request.id] = running
         return True
 
-    def _compile(self, text: str) -> "Future[LLMatcher]":
-        found = self._compiled.get(text)
-        if found is None:
-            found = self._compiled[text] = self._pool.submit(self._make_matcher, text)
+    def _lexer(self, text: str) -> _Lexer:
+        """The one that fewest use."""
+        lexers = self._compiled.setdefault(text, [])
+        self._compiled.move_to_end(text)
+        found = min(lexers, key=lambda one: one.num_users, default=None)
+        has_room = found is not None and found.num_users < _ROWS_PER_LEXER
+        if found is None or (not has_room and len(lexers) < self._num_threads):
+            found = _Lexer(len(lexers), self._pool.submit(self._make_matcher, text))
+            lexers.append(found)
             self._num_chars += len(text)
             self._forget_oldest()
-        self._compiled.move_to_end(text)
         return found
 
     def _forget_oldest(self) -> None:
         while len(self._compiled) > 1 and (
             len(self._compiled) > _MAX_COMPILED or self._num_chars > _MAX_COMPILED_CHARS
         ):
-            text, _ = self._compiled.popitem(last=False)
-            self._num_chars -= len(text)
+            text, lexers = self._compiled.popitem(last=False)
+            self._num_chars -= len(text) * len(lexers)
 
-    def _make_matcher(self, text: str) -> "LLMatcher":
+    def _make_matcher(self, text: str) -> _Compiled:
         with self._loading:
             vocabulary = self._vocabulary
-        return _library().make_matcher(vocabulary, text)
+        started = time.monotonic()
+        return _Compiled(
+            _library().make_matcher(vocabulary, text), seconds=time.monotonic() - started
+        )
+
+    def _renew(self, running: _Running) -> bool:
+        """The states of a lexer are bounded, and copies share them: one that uses them up breaks
+        all others, and those that come later. So a matcher that breaks goes on with a new lexer,
+        first with one that is shared again, then with one of its own; what is no fault of the lexer
+        breaks again."""
+        lexer, compiled = running.lexer, running.compiled
+        assert lexer is not None and compiled is not None
+        if running.num_renewals == _MAX_RENEWALS or compiled.seconds > _MAX_RENEWAL_S:
+            return False
+        is_first = running.num_renewals == 0
+        if is_first and lexer.compiling.result() is not compiled:  # another one was here before
+            compiled = lexer.compiling.result()
+        else:
+            compiled = self._make_matcher(running.grammar)
+            if is_first:
+                lexer.compiling = Future()
+                lexer.compiling.set_result(compiled)
+        running.renew(compiled)
+        return running.error is None
 
     @cached_property
     def _vocabulary(self) -> "LLTokenizer":
@@ -245,7 +311,9 @@ class Grammars:
             running.thinking.on_commit(token_ids)
         is_last = token_ids[-1] in request.stop_ids  # the end of the output is no part of it
         if running.matcher is not None and running.error is None:
-            running.matcher.consume_tokens(list(token_ids[:-1] if is_last else token_ids))
+            running.consume(token_ids[:-1] if is_last else token_ids)
+            if running.error is not None:
+                self._renew(running)
         return running.error
 
     def known_tokens(self, request: Request) -> Sequence[int]:
@@ -259,8 +327,10 @@ class Grammars:
         return known
 
     def on_close(self, request: Request) -> None:
-        self._running.pop(request.id, None)
-        self._waiting.pop(request.id, None)
+        running, waiting = self._running.pop(request.id, None), self._waiting.pop(request.id, None)
+        lexer = waiting[0] if waiting else running.lexer if running else None
+        if lexer is not None:
+            lexer.num_users -= 1
 
     # Late inputs
 
@@ -282,7 +352,7 @@ class Grammars:
             ahead = running.places(entry.drafts)
             if running.matcher is not None and running.error is None:
                 drafts = entry.drafts[: len(ahead) - 1]
-                walks.append(_Walk(running.matcher, len(positions), drafts))
+                walks.append(_Walk(running, len(positions), drafts))
             for offset, place in enumerate(ahead):
                 if place.has_mask:
                     positions.append(entry.position + offset)
@@ -298,7 +368,12 @@ class Grammars:
     def _walk(self, walks: Sequence[_Walk], masks_NW: Int32s) -> None:
         """Drafts are walked by a copy: what breaks it has not happened yet."""
         start, num_bytes = masks_NW.ctypes.data, masks_NW.strides[0]
-        walkers = [walk.matcher.deep_copy() if walk.drafts else walk.matcher for walk in walks]
+        matchers = [walk.running.matcher for walk in walks]
+        walkers = [
+            matcher.deep_copy() if walk.drafts else matcher
+            for walk, matcher in zip(walks, matchers, strict=True)
+            if matcher is not None
+        ]
         if len(walks) < 2 or self._executor is None:
             for matcher, (_, first, drafts) in zip(walkers, walks, strict=True):
                 matcher.unsafe_compute_mask_ptr(start + first * num_bytes, num_bytes)
@@ -306,21 +381,32 @@ class Grammars:
                     matcher.try_consume_tokens([draft])
                     matcher.unsafe_compute_mask_ptr(start + number * num_bytes, num_bytes)
         else:
-            asked = [(m, walk.first, walk.drafts) for m, walk in zip(walkers, walks, strict=True)]
+            # Threads take neighbors: those of one lexer would wait for each other.
+            order = sorted(range(len(walks)), key=lambda at: walks[at].number)
+            asked = [(walkers[at], walks[at].first, walks[at].drafts) for at in order]
             target = start, num_bytes, len(masks_NW)
             if single := [(matcher, first) for matcher, first, drafts in asked if not drafts]:
                 self._executor.unsafe_compute_mask_ptr(single, *target)
             if drafted := [one for one in asked if one[-1]]:
                 self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
-        for matcher, (own, first, drafts) in zip(walkers, walks, strict=True):
-            if drafts and matcher.is_error():
-                own.unsafe_compute_mask_ptr(start + first * num_bytes, num_bytes)
-                masks_NW[first + 1 : first + 1 + len(drafts)] = -1  # as `fill_ends` does
+        for walker, (running, first, drafts) in zip(walkers, walks, strict=True):
+            if not walker.is_error():
+                continue
+            place = start + first * num_bytes
+            masks_NW[first + 1 : first + 1 + len(drafts)] = -1  # as `fill_ends` does
+            assert running.matcher is not None
+            if drafts:
+                running.matcher.unsafe_compute_mask_ptr(place, num_bytes)
+            if running.matcher.is_error() and self._renew(running):
+                running.matcher.unsafe_compute_mask_ptr(place, num_bytes)
+
+    @cached_property
+    def _num_threads(self) -> int:
+        return max(1, min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2))
 
     @cached_property
     def _executor(self) -> "LLExecutor | None":
-        num_threads = min(_MAX_MASK_THREADS, (os.cpu_count() or 1) // 2)
-        return _library().make_executor(num_threads) if num_threads > 1 else None
+        return _library().make_executor(self._num_threads) if self._num_threads > 1 else None
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -14,7 +14,8 @@ from penstock.server.sse import EventStream, until_disconnect
 
 
 class Replier(Protocol):
-    id: str
+    @property
+    def id(self) -> str: ...
 
     async def reply(self) -> Any:
         """The whole body, once the generations have ended."""

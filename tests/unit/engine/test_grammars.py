@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from penstock.config.schema import EngineConfig
 from penstock.core.followers import LateEntry
-from penstock.engine import grammars
-from penstock.engine.grammars import Grammars
+from penstock.engine import grammars, vocabulary
+from penstock.engine.grammars import Grammars, _Lexer
 from penstock.engine.vocabulary import make_executor
 from penstock.errors import RequestError
 from penstock.hub.folder import local_folder
 from penstock.models.spec import parse_model_spec
+from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import Grammar, Request, ThinkingBudget
 from penstock.types.sampling import SamplingParams
 
@@ -89,6 +91,61 @@ def test_an_object_may_have_as_many_optional_properties_as_the_documentation_say
         if not ids:
             break
         assert held.on_commit(one, [chance.choice(ids)]) is None
+
+
+@pytest.mark.parametrize("num_threads", [None, 2])
+def test_a_request_that_uses_up_the_lexer_breaks_no_other(monkeypatch, num_threads):
+    """Copies of a matcher share the states of its lexer, whose number is bounded."""
+    few = LLParserLimits(max_lexer_states=300, initial_lexer_fuel=2_000_000)
+    monkeypatch.setattr(vocabulary, "limits_of", lambda grammar: few)
+    held = Grammars(TINY, SPEC)
+    held._executor = num_threads and make_executor(num_threads)
+    text = "start: /[ab]*a[ab]{12}c/ | /d[ab]*/"  # the first part has 2 ** 12 states
+    greedy, modest = request(1, text), request(2, text)
+    wait(held, greedy, modest)
+    tokens = sorted(allowed(held.late_inputs([entry(greedy)]).bitmasks[0]))
+    tokenizer = Tokenizer.from_folder(local_folder("tiny"))
+    a, b, d = (tokenizer.encode(one, add_special_tokens=False)[0] for one in "abd")
+    assert {a, b, d} <= {*tokens}
+    assert held.on_commit(modest, [d]) is None
+    rng, broken = random.Random(0), None
+    for _ in range(400):
+        if broken is None:
+            broken = held.on_commit(greedy, [rng.choice([a, b])])
+        entries = [entry(modest)] if broken else [entry(greedy, 1), entry(modest)]
+        assert a in allowed(held.late_inputs(entries).bitmasks[-1])
+        assert held.on_commit(modest, [rng.choice([a, b])]) is None
+    assert "too many states" in broken
+    later = request(3, text)
+    wait(held, later)
+    assert sorted(allowed(held.late_inputs([entry(later)]).bitmasks[0])) == tokens
+
+
+def test_many_rows_of_one_grammar_have_several_lexers(monkeypatch):
+    """Masks of rows with one lexer are made one after the other: a lock of the library."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    held, text = Grammars(TINY, SPEC), 'start: "a" /[bc]{3}/'
+    few, more = ([request(number, text) for number in some] for some in (range(8), range(8, 30)))
+    wait(held, *few)
+    assert len(held._compiled[text]) == 1
+    wait(held, *more)
+    assert [one.num_users for one in held._compiled[text]] == [15, 15]
+    assert held._executor is not None
+    masks = held.late_inputs([entry(one, one.id) for one in (*few, *more)])
+    assert masks.positions.tolist() == [*range(30)]
+    assert len({mask.tobytes() for mask in masks.bitmasks}) == 1
+    for one in (*few, *more):
+        held.on_close(one)
+    assert [one.num_users for one in held._compiled[text]] == [0, 0]
+
+
+def test_a_grammar_that_gets_another_lexer_is_the_last_to_be_forgotten(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(grammars, "_MAX_COMPILED_CHARS", 20)
+    held, old, new = Grammars(TINY, SPEC), 'start: "a"', 'start: "b"'
+    wait(held, *(request(number, old) for number in range(8)), request(8, new))
+    wait(held, request(9, old), request(10, old))
+    assert [*held._compiled] == [old] and held._num_chars == 2 * len(old)
 
 
 def test_several_tokens_may_be_committed_at_once():
@@ -187,7 +244,7 @@ def test_equal_grammars_are_compiled_once_and_the_oldest_are_forgotten(monkeypat
 def test_a_grammar_that_takes_too_long_ends_its_request():
     now = [0.0]
     held, one = Grammars(TINY, SPEC, clock=lambda: now[0]), request(1, 'start: "a"')
-    held._compiled[one.grammar.text] = Future()  # nobody works on it
+    held._compiled[one.grammar.text] = [_Lexer(0, Future())]  # nobody works on it
     assert not held.ready(one)
     now[0] = 31.0
     with pytest.raises(RequestError, match="within 30 s"):

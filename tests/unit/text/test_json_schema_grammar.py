@@ -1,5 +1,6 @@
 """JSON Schemas as grammars: what they allow, by jsonschema's verdict; what is refused, where."""
 
+import functools
 import json
 from datetime import date, datetime, time
 
@@ -118,17 +119,174 @@ def test_objects_are_closed_unless_the_schema_opens_them(allows):
     assert allows({"type": "object", "properties": {"a": {}}, "required": ["b"]}, '{"b": 2}')
 
 
+OBJECTS = [
+    *({}, {"a": 1}, {"a": 2}, {"a": "x"}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": "x"}),
+    *({"c": 1}, {"a": 1, "c": 2}, {"ab": 1}, {"a": 1, "b": 2, "c": 3}, 5, "x", None),
+]
+LISTS = [[], [1], ["a"], [1, "a"], ["a", 1], ["a", "b", 1], [1, 1], ["a", "a"], {}, 3]
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+CAT = {"properties": {"a": {"const": 1}, "b": {"type": "integer"}}, "required": ["b"]}
+DOG = {"properties": {"a": {"const": "x"}, "c": {}}, "type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "instances", "num_fewer"),
+    [
+        ({"not": {"type": "object"}}, OBJECTS, 0),
+        ({"not": {"enum": [5, "x", "xy", None, True]}}, [5, 6, 5.5, "x", "y", "xyz", None, ""], 0),
+        (
+            {
+                "properties": {"a": {}, "b": {}, "c": {}},
+                "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+                "then": {"required": ["b"]},
+                "else": {"required": ["c"]},
+            },
+            OBJECTS,
+            0,
+        ),
+        (
+            {
+                "properties": {"b": {}, "c": {}},
+                "allOf": [
+                    {"if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
+                    {"if": {"properties": {"a": {"const": 2}}}, "then": {"required": ["c"]}},
+                ],
+            },
+            OBJECTS,
+            3,  # with properties that the schema does not name
+        ),
+        (
+            {"dependentRequired": {"a": ["b"]}, "properties": {"a": {}, "b": {}, "c": {}}},
+            OBJECTS,
+            1,
+        ),
+        ({"$schema": DRAFT_7, "dependencies": {"a": {"required": ["b"]}}}, OBJECTS, 0),
+        (
+            {
+                "properties": {"a": {}},
+                "anyOf": [
+                    {"properties": {"b": {"const": 2}}, "required": ["b"]},
+                    {"required": ["c"]},
+                ],
+                "unevaluatedProperties": False,
+            },
+            OBJECTS,
+            0,
+        ),
+        (
+            {"$ref": "#/$defs/x", "unevaluatedProperties": False, "$defs": {"x": CAT}},
+            OBJECTS,
+            0,
+        ),
+        ({"oneOf": [CAT, DOG]}, OBJECTS, 7),  # where nothing tells them apart
+        ({"propertyNames": {"maxLength": 1}, "additionalProperties": True}, OBJECTS, 0),
+        (
+            {"minProperties": 2, "maxProperties": 2, "properties": {"a": {}, "b": {}, "c": {}}},
+            OBJECTS,
+            0,
+        ),
+        ({"contains": {"type": "integer"}}, LISTS, 0),
+        ({"contains": {"type": "integer"}, "maxContains": 1}, LISTS, 2),  # it comes first
+        (
+            {"prefixItems": [{}], "contains": {"type": "string"}, "unevaluatedItems": False},
+            LISTS,
+            0,
+        ),
+        ({"items": {"enum": ["a", "b", 1]}, "uniqueItems": True, "type": "array"}, LISTS, 0),
+        (
+            {
+                "$id": "http://a/b",
+                "properties": {"a": {"$ref": "c#one"}, "b": True},
+                "$defs": {"x": {"$id": "c", "$defs": {"y": {"$anchor": "one", "type": "integer"}}}},
+            },
+            OBJECTS,
+            4,
+        ),
+    ],
+    ids=str,
+)
+def test_keywords_that_the_library_lacks_are_kept(allows, schema, instances, num_fewer):
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    validator = kind(schema)
+    valid = [one for one in instances if validator.is_valid(one)]
+    let_through = [one for one in instances if allows(schema, json.dumps(one))]
+    assert let_through and len(let_through) < len(instances)
+    assert [one for one in let_through if one not in valid] == []
+    assert len(valid) - len(let_through) == num_fewer
+
+
+@pytest.mark.parametrize("pattern", ["cole", "a|cole$", "^.*cole", "[a-z]cole"])
+def test_a_search_ends(allows, pattern):
+    """A model that never comes to the word could write on for ever."""
+    schema = {"type": "string", "pattern": pattern}
+    assert allows(schema, '"xcole"') and allows(schema, f'"{" " * 200}xcole"')
+    assert not allows(schema, f'"{" " * 300}xcole"')
+    keys = {"type": "object", "patternProperties": {pattern: {}}, "additionalProperties": False}
+    assert allows(keys, '{"xcole": 1}')
+    assert not allows(keys, json.dumps({" " * 80 + "xcole": 1}))
+
+
+@pytest.mark.parametrize("pattern", [r"\S", "^a", "^.*$", r"a\$", "(?i)a"])
+def test_texts_that_are_no_search_may_be_long(allows, pattern):
+    assert allows({"type": "string", "pattern": pattern}, f'"{"a" * 500}$"')
+
+
+def test_a_long_key_that_a_pattern_asks_something_of_is_not_let_through(allows):
+    """Where other keys may be anything, none is taken from the pattern."""
+    schema = {"patternProperties": {"cole": {"type": "integer"}}, "type": "object"}
+    assert not allows(schema, json.dumps({" " * 80 + "cole": "x"}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        functools.reduce(lambda inner, _: {"contains": inner}, range(60), {"type": "string"}),
+        functools.reduce(lambda inner, _: {"oneOf": [inner] * 2}, range(9), {"minimum": 1}),
+        {
+            "$defs": {
+                "d40": {"type": "integer"},
+                **{f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)},
+            },
+            "$ref": "#/$defs/d0",
+        },
+        {
+            "$defs": {
+                "d40": {"type": "integer"},
+                **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)},
+            },
+            "$ref": "#/$defs/d0",
+            "unevaluatedProperties": False,
+        },
+        {"not": {"const": "x" * 100_000}},
+    ],
+    ids=["contains", "oneOf", "references", "unevaluated", "const"],
+)
+def test_what_doubles_with_every_level_is_bounded(schema):
+    """These took for ever, or the memory of the machine."""
+    try:
+        assert len(json.dumps(schema_grammar(json.dumps(schema), "schema"))) < 100_000
+    except RequestError as refusal:
+        assert "at #" in refusal.message
+
+
 @pytest.mark.parametrize(
     ("schema", "path", "said"),
     [
-        ({"not": {"type": "string"}}, "#", "not"),
+        ({"not": {"pattern": "a"}}, "#/not", "pattern"),
         (
             {"properties": {"a/b": {"items": {"uniqueItems": True}}}},
             "#/properties/a~1b/items",
             "un",
         ),
         ({"anyOf": [{}, {"type": "strin"}]}, "#/anyOf/1", "strin"),
-        ({"$defs": {"x": {"if": {}}}, "items": {"$ref": "#/$defs/x"}}, "#/$defs/x", "if"),
+        (
+            {"$defs": {"x": {"uniqueItems": True}}, "items": {"$ref": "#/$defs/x"}},
+            "#/$defs/x",
+            "un",
+        ),
+        ({"not": {"$ref": "http://a/b"}}, "#/not", "not in the request"),
+        ({"not": 5}, "#/not", "not"),
+        ({"allOf": [{"not": {}, "properties": 5}]}, "#/allOf/0", "cannot be"),
         ({"properties": {"p": {"type": "string", "pattern": "(?=a)b"}}}, "#/properties/p", "look"),
         ({"prefixItems": [{"$ref": "#/nowhere"}]}, "#/prefixItems/0", "nowhere"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "#", "greater"),

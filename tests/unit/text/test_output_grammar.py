@@ -261,7 +261,7 @@ def test_arguments_that_are_no_object_of_json_follow_the_schema_too(tiny, allows
 
 
 def test_a_fault_in_a_tool_is_told_with_its_place(tiny):
-    bad = {"function": {"name": "g", "parameters": {"properties": {"x": {"not": {}}}}}}
+    bad = {"function": {"name": "g", "parameters": {"properties": {"x": {"uniqueItems": True}}}}}
     with pytest.raises(RequestError) as refusal:
         output_grammar(tiny, AnswerStart(tools="hermes"), None, [TOOL, bad], ToolRule(names=("g",)))
     assert refusal.value.param == "tools[1].function.parameters.properties.x"

@@ -15,6 +15,10 @@ from penstock.text.grammars.library import (
     fault_of,
     find_fault,
 )
+from penstock.text.grammars.schemas.forms import UnsupportedSchema
+from penstock.text.grammars.schemas.patterns import bounded, bounded_key, is_short_key
+from penstock.text.grammars.schemas.plain import BY_NAME, LISTS, SINGLE, escaped
+from penstock.text.grammars.schemas.rewriting import rewritten
 
 ANY_OBJECT = '{"type": "object"}'
 _MAX_DEPTH = 64
@@ -33,9 +37,7 @@ _LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13
 _DATE = rf"^(?:{_YEAR}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 _NARROWER = {"date": _DATE, "date-time": _DATE + r"[-\d]*[Tt]..:..:[0-5]", "time": "^..:..:[0-5]"}
 _COUNTS = ("Length", "Items", "Properties", "Contains")  # behind min and max
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SINGLE_SCHEMAS = ("items", "additionalProperties", "additionalItems", "not", "contains")
+_SCHEMAS_BY_NAME = (*BY_NAME, "$defs", "definitions")
 
 
 def schema_grammar(text: str, param: str, whitespace: str | None = None) -> dict[str, Any]:
@@ -60,20 +62,68 @@ def schema_grammar(text: str, param: str, whitespace: str | None = None) -> dict
         raise RequestError(
             "invalid_type", f"{param}: a schema is an object, this is {text[:80]}", param
         )
-    schema = _adapted(schema, param)
-    if not _is_composed(schema):
-        schema = _closed(schema)
-    if (fault := fault_of(_as_grammar(schema))) is not None:
-        path = _path_of(schema, fault)
-        raise RequestError(
-            "invalid_value",
-            f"{param}: {fault} at {path}; leave it out, or write the schema in other keywords",
-            f"{param}{path.removeprefix('#').replace('/', '.')}"[:120],
-        )
+    schema = _ending(_supported(_adapted(schema, param), param))
     grammar = {"json_schema": _with_options(schema, _BLANKS if whitespace is None else whitespace)}
     if whitespace and (fault := fault_of(json.dumps({"grammars": [grammar]}))) is not None:
         raise RequestError("invalid_value", f"{param}: {fault}", "whitespace_pattern")
     return grammar
+
+
+def _supported(schema: dict[str, Any], param: str) -> dict[str, Any]:
+    """As the library takes it: as it is, or in other words."""
+    as_is = schema if _is_composed(schema) else _closed(schema)
+    fault = None
+    # What `$id` beside `$ref` means depends on the draft. Branches that exclude each other because
+    # they are closed may match together as they are.
+    is_clear = not _any_part(schema, lambda part: "$ref" in part and "$id" in part)
+    if is_clear and _any_part(schema, lambda part: "oneOf" in part):
+        fault = fault_of(_as_grammar(schema))
+    if is_clear and fault is None and (fault := fault_of(_as_grammar(as_is))) is None:
+        return as_is
+    try:
+        made = rewritten(schema)
+        if (other_fault := fault_of(_as_grammar(made))) is None:
+            return made
+        if fault is None or "Unimplemented" in fault:
+            fault = other_fault
+        path = _path_of(schema, fault)
+    except UnsupportedSchema as error:
+        fault, path = str(error), error.path
+    raise RequestError(
+        "invalid_value",
+        f"{param}: {fault} at {path}; leave it out, or write the schema in other keywords",
+        f"{param}{path.removeprefix('#').replace('/', '.')}"[:120],
+    )
+
+
+def _ending(schema: dict[str, Any]) -> dict[str, Any]:
+    """With searches that end: after the library has seen which branches exclude each other, for
+    that is decided by what the schema says."""
+    ending: dict[str, Any] = _bounded(schema)
+    is_fine = ending == schema or fault_of(_as_grammar(ending)) is None
+    return ending if is_fine else schema
+
+
+def _bounded(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    changed = mapped(schema, _bounded)
+    if isinstance(pattern := schema.get("pattern"), str):
+        changed["pattern"] = bounded(pattern)
+    keys = changed.get("patternProperties")
+    # A key that a pattern does not match any more must not be one of those that may be anything.
+    is_closed = schema.get("additionalProperties") is False
+    if (
+        isinstance(keys, dict)
+        and is_closed
+        and all(map(is_short_key, schema.get("properties", ())))
+    ):
+        changed["patternProperties"] = {bounded_key(key): one for key, one in keys.items()}
+    return changed
+
+
+def _any_part(schema: dict[str, Any], has: Callable[[dict[str, Any]], bool]) -> bool:
+    return has(schema) or any(_any_part(child, has) for _, child in _children(schema))
 
 
 def _with_options(schema: dict[str, Any], whitespace: str = _BLANKS) -> dict[str, Any]:
@@ -105,12 +155,6 @@ def _adapted(schema: Any, param: str, depth: int = 0) -> Any:
             "invalid_value",
             f"{param}: an object has {len(named)} properties, at most {MAX_PROPERTIES} are "
             "compiled; make it smaller",
-            param,
-        )
-    if "$ref" in schema and "$id" in schema:
-        raise RequestError(
-            "invalid_value",
-            f"{param}: $id beside $ref means another thing in every draft; leave it out",
             param,
         )
     adapted = mapped(schema, lambda one: _adapted(one, param, depth + 1))
@@ -154,7 +198,7 @@ def _closed(schema: Any) -> Any:
 def mapped(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """The same with every schema in it changed."""
     changed = dict(schema)
-    for key in (*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SINGLE_SCHEMAS):
+    for key in (*_SCHEMAS_BY_NAME, *LISTS, *SINGLE):
         value = schema.get(key)
         if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
             changed[key] = {name: change(one) for name, one in value.items()}
@@ -181,18 +225,14 @@ def _path_of(schema: dict[str, Any], fault: str) -> str:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    for key in (*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SINGLE_SCHEMAS):
+    for key in (*_SCHEMAS_BY_NAME, *LISTS, *SINGLE):
         value = schema.get(key)
         if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
             found: list[tuple[tuple[str, ...], Any]] = [
-                ((key, _escaped(name)), one) for name, one in value.items()
+                ((key, escaped(name)), one) for name, one in value.items()
             ]
         elif isinstance(value, list):
             found = [((key, str(i)), one) for i, one in enumerate(value)]
         else:
             found = [((key,), value)]
         yield from ((step, one) for step, one in found if isinstance(one, dict))
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
