@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: messages in, the assistant's message out, whole or as a stream."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
+from penstock.server.openai.large_reply import encoded, encoded_reply
 from penstock.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from penstock.server.openai.reply import (
     ChatChoice,
@@ -56,7 +57,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
         return EventStream(generations, responder)
     async with aclosing(generations):
         reply = await until_disconnect(request.receive, responder.reply())
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+    return Response(reply, media_type="application/json")
 
 
 def _read(defaults: Mapping[str, Any], body: Any) -> tuple[ChatRequest, GenerateInput]:
@@ -86,17 +87,21 @@ class ChatResponder:
         self._max_calls = 1 if asked.parallel_tool_calls is False else None
         self._prompt_entries: list[TokenLogprob] = []
 
-    async def reply(self) -> ChatResponse:
+    async def reply(self) -> bytes:
         [samples] = await self._generations.collect()
-        return ChatResponse(
+        return await encoded_reply([samples], lambda: self._encoded(samples))
+
+    def _encoded(self, samples: Sequence[TextDelta]) -> bytes:
+        reply = ChatResponse(
             id=self.id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(sample) for sample in samples],
+            choices=[encoded(self._choice(sample)) for sample in samples],
             usage=Usage.of(self._generations.usage()),
             prompt_token_ids=self._prompt_ids() or None,
             prompt_logprobs=self._prompt_logprobs(list(samples[0].prompt_logprobs)),
         )
+        return msgspec.json.encode(reply)
 
     def _prompt_ids(self) -> list[int]:
         [generation] = self._generations.running
