@@ -104,6 +104,7 @@ def test_groups_of_experts_that_do_not_divide_the_ranks():
 
 def test_a_misspelled_flag():
     check(said_by("tiny", "--max_batch_sise", 8), "error: ")
+    check(said_by("tiny", "--max_num_seqs", 8), "error: ")
 
 
 def test_a_port_that_another_program_has():

@@ -5,12 +5,13 @@ All flags of `trtllm-serve` are here; those that are no YAML field have a ruling
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.cli.flag_defaults import DEFAULTS
 from penstock.cli.parser import add_help_all, hide
+from penstock.cli.peer_flags import peer_hint
 from penstock.config.trtllm_fields import (
     SUPPORTED,
     Ruling,
@@ -317,11 +318,11 @@ def settings(
     return values, warnings
 
 
-def refuse_unknown(extra: Sequence[str], known: Iterable[str]) -> None:
+def refuse_unknown(extra: Sequence[str], known: Collection[str]) -> None:
     """Complain about the first argument that no flag took."""
     if not extra:
         return
     name = extra[0].partition("=")[0]
     if not name.startswith("-"):
         raise ConfigError(f"unexpected argument '{extra[0]}'")
-    raise ConfigError(f"unknown flag '{name}'{did_you_mean(name, known)}")
+    raise ConfigError(f"unknown flag '{name}'{peer_hint(name, known) or did_you_mean(name, known)}")

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +16,7 @@ class Replier(Protocol):
     @property
     def id(self) -> str: ...
 
-    async def reply(self) -> Any:
+    async def reply(self) -> bytes:
         """The whole body, once the generations have ended."""
 
 
@@ -36,4 +35,4 @@ async def respond(
         return stream(generations, responder)
     async with aclosing(generations):
         reply = await until_disconnect(request.receive, responder.reply())
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+    return Response(reply, media_type="application/json")

@@ -258,6 +258,7 @@ def test_trtllm_serve_takes_the_model_from_the_file(served, tmp_path):
         (trtllm_serve, ["disaggregated", "-c", "x"], "trtllm-serve disaggregated is not available"),
         (trtllm_serve, ["m", "--max_batch", "3"], "did you mean '--max_batch_size'?"),
         (trtllm_serve, ["m", "--prot=3"], "unknown flag '--prot'; did you mean '--port'?"),
+        (main, ["serve", "--max-num-seqs=9"], "'--max_num_seqs'; here it is --max_batch_size"),
         (trtllm_serve, ["m", "n"], "unexpected argument 'n'"),
         (trtllm_serve, ["m", "--port", "x"], "argument --port: invalid int value: 'x'"),
         (trtllm_serve, ["m", "--port"], "expected one argument (see trtllm-serve --help)"),

@@ -89,10 +89,10 @@ class MessagesResponder:
         self._writer = BlockWriter(max_calls, asked.shows_thinking)
         self._stop: StopDelta  # from the last delta on
 
-    async def reply(self) -> Message:
+    async def reply(self) -> bytes:
         [[sample]] = await self._generations.collect()
         self._push(sample)
-        return Message(
+        message = Message(
             id=self.id,
             model=self._model,
             content=self._writer.blocks,
@@ -100,6 +100,7 @@ class MessagesResponder:
             stop_sequence=self._stop.stop_sequence,
             usage=MessageUsage.of(self._generations.usage()),
         )
+        return msgspec.json.encode(message)
 
     def opening(self) -> bytes:
         counts = Usage(self._generations.num_prompt_tokens, 0)  # how many are cached comes later

@@ -1,10 +1,11 @@
 """`POST /v1/chat/completions`: messages in, the assistant's message out, whole or as a stream."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
+from penstock.server.openai.large_reply import encoded, encoded_reply
 from penstock.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from penstock.server.openai.reply import (
     ChatChoice,
@@ -79,17 +81,21 @@ class ChatResponder:
         self._max_calls = 1 if asked.parallel_tool_calls is False else None
         self._prompt_entries: list[TokenLogprob] = []
 
-    async def reply(self) -> ChatResponse:
+    async def reply(self) -> bytes:
         [samples] = await self._generations.collect()
-        return ChatResponse(
+        return await encoded_reply([samples], lambda: self._encoded(samples))
+
+    def _encoded(self, samples: Sequence[TextDelta]) -> bytes:
+        reply = ChatResponse(
             id=self.id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(sample) for sample in samples],
+            choices=[encoded(self._choice(sample)) for sample in samples],
             usage=Usage.of(self._generations.usage()),
             prompt_token_ids=self._prompt_ids() or None,
             prompt_logprobs=self._prompt_logprobs(list(samples[0].prompt_logprobs)),
         )
+        return msgspec.json.encode(reply)
 
     def _prompt_ids(self) -> list[int]:
         [generation] = self._generations.running

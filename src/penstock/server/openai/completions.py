@@ -1,11 +1,12 @@
 """`POST /v1/completions`: one or many prompts in, text out, whole or as a stream."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
+from penstock.server.openai.large_reply import encoded, encoded_reply
 from penstock.server.openai.logprobs import CompletionWriter, prompt_logprobs
 from penstock.server.openai.reply import (
     CompletionChoice,
@@ -76,14 +78,18 @@ class CompletionResponder:
             for prompt_index, one in enumerate(generations.running)
         ]
 
-    async def reply(self) -> CompletionResponse:
+    async def reply(self) -> bytes:
+        collected = await self._generations.collect()
+        return await encoded_reply(collected, lambda: self._encoded(collected))
+
+    def _encoded(self, collected: Sequence[Sequence[TextDelta]]) -> bytes:
         written = []
-        for prompt_index, samples in enumerate(await self._generations.collect()):
+        for prompt_index, samples in enumerate(collected):
             for sample in samples:
                 choice = self._choices[prompt_index][sample.index].write(sample)
                 assert choice is not None, "a finished sample is always written"
-                written.append(choice)
-        return self._reply(written, self._usage())
+                written.append(encoded(choice))
+        return msgspec.json.encode(self._reply(written, self._usage()))
 
     def event(self, prompt_index: int, delta: TextDelta) -> bytes:
         index = prompt_index * self._asked.n + delta.index

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from penstock.server.errors import ErrorBody
@@ -71,8 +72,8 @@ class ResponsesResponder:
         self._push(sample)
         return await self._ended()
 
-    async def reply(self) -> ResponseObject:
-        return await self._store(await self.collected())
+    async def reply(self) -> bytes:
+        return msgspec.json.encode(await self._store(await self.collected()))
 
     def opening(self) -> bytes:
         created = ResponseCreated(sequence_number=self._writer.next_number(), response=self.begun)
