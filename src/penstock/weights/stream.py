@@ -1,5 +1,6 @@
 """Reads a checkpoint's tensors one at a time from the mapped files; a part costs only that part."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from penstock.hub.gguf_file import is_gguf
 from penstock.weights.stored import StoredTensor
 
 _INDEX = "model.safetensors.index.json"
+_LFS_POINTER = b"version https://git-lfs"
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
 
 
@@ -56,7 +58,14 @@ def stream(files: tuple[Path, ...]) -> Iterator[StoredTensor]:
                     num_bytes = math.prod(shape) * _BYTES.get(dtype, 1)
                     yield StoredTensor(name, shape, dtype, num_bytes, part)
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"cannot read '{file}': {error}; download it again") from error
+            raise ConfigError(f"cannot read '{file}': {_why(file, error)}") from error
+
+
+def _why(file: Path, error: Exception) -> str:
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return "it only points to the weights, in Git LFS; fetch them with 'git lfs pull'"
+    return f"{error}; download it again"
 
 
 def _indexed_files(index: Path) -> tuple[Path, ...]:

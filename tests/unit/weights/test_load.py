@@ -135,6 +135,14 @@ def test_broken_file_is_a_config_error(copy):
         load(folder)
 
 
+def test_a_pointer_of_git_lfs_is_named(copy):
+    folder, _ = copy
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 6959504\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(ConfigError, match="only points to the weights, in Git LFS; .*git lfs pull"):
+        load(folder)
+
+
 def test_stream_reads_a_part_without_reading_the_rest(tiny):
     tensors = {tensor.name: tensor for tensor in stream(weight_files(tiny))}
     full = load_file(tiny / "model.safetensors")
