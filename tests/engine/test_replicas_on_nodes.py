@@ -66,6 +66,7 @@ class Replicas:
         }  # fmt: skip
         command = [*self._hosts.enter[rank], sys.executable, "-m", "penstock", "serve", "tiny"]
         command += ["--device", "cpu", "--dp_size", "2", "--host", self._hosts.address]
+        command += ["--num_postprocess_workers", "2"]
         command += ["--port", str(self._port)]
         with (self._folder / f"{rank}.log").open("ab") as log:
             self._processes[rank] = subprocess.Popen(command, env=env, stdout=log, stderr=log)

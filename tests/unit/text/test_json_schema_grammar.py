@@ -179,6 +179,20 @@ DOG = {"properties": {"a": {"const": "x"}, "c": {}}, "type": "object"}
             0,
         ),
         ({"oneOf": [CAT, DOG]}, OBJECTS, 7),  # where nothing tells them apart
+        (
+            {
+                "oneOf": [
+                    {
+                        "type": "object",
+                        "properties": {"p": {"pattern": "x"}, n: {}},
+                        "required": [n],
+                    }
+                    for n in "abcdefghijkl"
+                ]
+            },
+            OBJECTS,
+            0,
+        ),
         ({"propertyNames": {"maxLength": 1}, "additionalProperties": True}, OBJECTS, 0),
         (
             {"minProperties": 2, "maxProperties": 2, "properties": {"a": {}, "b": {}, "c": {}}},
@@ -189,6 +203,11 @@ DOG = {"properties": {"a": {"const": "x"}, "c": {}}, "type": "object"}
         ({"contains": {"type": "integer"}, "maxContains": 1}, LISTS, 2),  # it comes first
         (
             {"prefixItems": [{}], "contains": {"type": "string"}, "unevaluatedItems": False},
+            LISTS,
+            0,
+        ),
+        (  # which no list depends on
+            {"dependentSchemas": {"a": {"items": {}}}, "unevaluatedItems": False},
             LISTS,
             0,
         ),

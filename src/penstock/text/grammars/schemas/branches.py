@@ -99,6 +99,16 @@ class Branches:
                 found[name] = found.get(name, others) & others
         return found
 
+    def required(self, schema: Schema, seen: frozenset[str] = frozenset()) -> set[str]:
+        """Properties that every object has."""
+        if not isinstance(schema, dict):
+            return set()
+        found = set(names_of(schema.get("required")))
+        parts = [(one, seen) for one in schema.get("allOf", ())]
+        for part, path in (*parts, *self._followed(schema, seen)):
+            found |= self.required(part, path)
+        return found
+
 
 def tag_of_all(tags: Sequence[Tags]) -> str | None:
     """A property whose values differ from branch to branch."""

@@ -115,7 +115,7 @@ def _ways(rewriting: "Rewriting", schema: Any, path: str, seen: tuple[str, ...])
     for name, one in schema.get("dependentSchemas", {}).items():
         where = f"{path}/dependentSchemas/{escaped(name)}"
         has: list[Way] = [
-            (all_of({"required": [name]}, way), evaluated)
+            (all_of({"type": "object", "required": [name]}, way), evaluated)
             for way, evaluated in _part(rewriting, one, where, seen)
         ]
         groups.append([(absent(name), _Evaluated()), *has])

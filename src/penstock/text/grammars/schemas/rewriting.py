@@ -24,6 +24,7 @@ from penstock.text.grammars.schemas.branches import (
 from penstock.text.grammars.schemas.denials import DENIALS, other_values
 from penstock.text.grammars.schemas.evaluated import sealed
 from penstock.text.grammars.schemas.forms import (
+    TYPES,
     Schema,
     UnsupportedSchema,
     absent,
@@ -130,10 +131,8 @@ class Rewriting:
         False: it says itself which others there may be."""
         if not isinstance(schema, dict):
             return True
-        if any(keyword in schema for keyword in _OPENING):
-            return False
-        if "propertyNames" in schema and "properties" not in schema:
-            return False
+        is_open = any(keyword in schema for keyword in _OPENING)
+        is_open = is_open or ("propertyNames" in schema and "properties" not in schema)
         names |= dict.fromkeys(schema.get("properties", {}), True)
         for name in names_of(schema.get("required")):
             names.setdefault(name, False)
@@ -146,7 +145,7 @@ class Rewriting:
         if (ref := schema.get("$ref")) is not None and ref not in seen:
             seen.add(ref)
             parts.append(self.targets[ref].schema)
-        return all([self._named(part, names, seen) for part in parts])
+        return all([self._named(part, names, seen) for part in parts]) and not is_open
 
     def kept(self, schema: Schema, path: str, is_alone: bool = False) -> Schema:
         if isinstance(schema, bool):
@@ -402,13 +401,25 @@ class Rewriting:
         tags = [self.branches.tags(one) for one in branches]
         if name := tag_of_all(tags):  # anything but an object may match several
             return [{"type": "object", "required": [name]}] * len(branches)
+        wanted = [self.branches.required(one) for one in branches]
+        conditions: list[Schema] = []
         try:
-            return [
-                all_of(*(self._denied_branch(branches[j], f"{path}/oneOf/{j}") for j in own))
-                for own in rivals
-            ]
+            for i, own in enumerate(rivals):
+                named: dict[str, bool] = {}
+                self._named(branches[i], named, set())
+                parts: list[Schema] = []
+                for j in own:
+                    missing = sorted(wanted[j] - named.keys())
+                    if missing and kinds[i] & kinds[j] == {"object"}:
+                        parts.append(absent(missing[0]))
+                    elif missing and kinds[i] & kinds[j] == {*TYPES}:
+                        parts.append({"type": "object", **absent(missing[0])})
+                    else:
+                        parts.append(self._denied_branch(branches[j], f"{path}/oneOf/{j}"))
+                conditions.append(all_of(*parts))
         except UnsupportedSchema:
             return None
+        return conditions
 
     def _denied_branch(self, branch: Schema, path: str) -> Schema:
         while isinstance(branch, dict) and branch.keys() == {"$ref"}:
