@@ -27,6 +27,7 @@ from typing import Any
 import jsonschema
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from referencing.exceptions import Unresolvable
 
 from penstock import LLM, GuidedDecodingParams, SamplingParams
 from penstock.errors import RequestError
@@ -134,9 +135,18 @@ def verdict(schema: Schema, output: RequestOutput) -> str:
     text = json.dumps(schema)
     for theirs, pythons in PYTHONS.items():
         text = text.replace(theirs, pythons)
-    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-    validator = kind(json.loads(text), format_checker=kind.FORMAT_CHECKER)
-    return VALID if validator.is_valid(json.loads(choice.text)) else INVALID
+    return VALID if is_valid(json.loads(text), json.loads(choice.text)) else INVALID
+
+
+def is_valid(schema: Schema, instance: Any) -> bool:
+    """One that does not name its draft is of the newest by which its references lead anywhere."""
+    for draft in (jsonschema.Draft202012Validator, jsonschema.Draft7Validator):
+        kind = jsonschema.validators.validator_for(schema, draft)
+        try:
+            return bool(kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(instance))
+        except Unresolvable as error:
+            unresolved = error
+    raise unresolved
 
 
 class Outputs:
