@@ -92,7 +92,7 @@ _COUNTERS: dict[str, _Counted] = {
         "", ("",), "Prompt tokens of finished samples, computed or reused"
     ),
     "prompt_tokens_cached": _Counted(
-        "", ("",), "Prompt tokens of finished samples whose KV cache was reused"
+        "", ("",), "Prompt tokens of finished samples whose KV cache was reused, in whole blocks"
     ),
 }
 

@@ -19,12 +19,13 @@ async def encoded_reply(
     collected: Sequence[Sequence[TextDelta]], encode: Callable[[], bytes]
 ) -> bytes:
     """What `encode` makes of these samples; of a large reply in a thread."""
-    is_long = sum(map(_num_entries, collected)) > _MANY
-    return await asyncio.to_thread(encode) if is_long else encode()
+    num_entries = sum(map(_num_entries, collected))
+    return await asyncio.to_thread(encode) if num_entries > _MANY else encode()
 
 
 def is_large(delta: TextDelta) -> bool:
-    return _num_entries([delta]) > _MANY
+    """Of one event of a stream."""
+    return len(delta.prompt_logprobs) + len(delta.logprobs) > _MANY
 
 
 def _num_entries(samples: Sequence[TextDelta]) -> int:
