@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import RequestError
+from penstock.errors import ConfigError, RequestError
 from penstock.ipc.messages import EngineInfo
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.pooling import Pooling, Task
@@ -26,6 +26,7 @@ _JUDGE_PROMPT = (
     "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+_VERDICTS = ("yes", "no")
 
 
 def need_task(info: EngineInfo, *tasks: Task) -> None:
@@ -77,7 +78,9 @@ def judge_input(
     text = _JUDGE_PROMPT.format(
         instruction=instruction or DEFAULT_INSTRUCTION, query=query, document=document
     )
-    token_ids = tuple(_only_token(word, tokenizer) for word in ("yes", "no"))
+    token_ids = tuple(
+        int(tokenizer.encode(word, add_special_tokens=False)[0]) for word in _VERDICTS
+    )
     return GenerateInput(
         text=text, sampling=SAMPLING, pooling=Pooling(token_ids=token_ids), **fields
     )
@@ -89,13 +92,11 @@ def judged(pooled: bytes) -> float:
     return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
 
-def _only_token(word: str, tokenizer: Tokenizer) -> int:
-    ids = tokenizer.encode(word, add_special_tokens=False)
-    if len(ids) != 1:
-        raise RequestError(
-            "unsupported",
-            f"'{word}' is {len(ids)} tokens of this model; scores by one token are those of models "
-            "like Qwen3-Reranker; serve another one with --task embed",
-            "model",
-        )
-    return int(ids[0])
+def check_judge(tokenizer: Tokenizer) -> None:
+    """At start: a model that has no token for a verdict would refuse every pair."""
+    for word in _VERDICTS:
+        if (num := len(tokenizer.encode(word, add_special_tokens=False))) != 1:
+            raise ConfigError(
+                f"task is score, but '{word}' is {num} tokens of this model; scores by one token "
+                "are those of models like Qwen3-Reranker; embed scores any model by cosine"
+            )

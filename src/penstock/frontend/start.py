@@ -14,6 +14,7 @@ from penstock.frontend.capacity import Capacity
 from penstock.frontend.client import EngineClient
 from penstock.frontend.engine_handle import EngineHandle
 from penstock.frontend.pipeline import GenerationPipeline
+from penstock.frontend.pooling import check_judge
 from penstock.frontend.rendering import (
     Renderer,
     TemplateProcess,
@@ -27,6 +28,7 @@ from penstock.text.chat import read_chat_template
 from penstock.text.chat_format import ChatFormat, choose_chat_format
 from penstock.text.harmony_prompt import HarmonyTemplate, is_gpt_oss
 from penstock.text.tokenizer import Tokenizer
+from penstock.types.pooling import Task
 
 
 async def start_pipeline(config: EngineConfig) -> tuple[GenerationPipeline, EngineHandle]:
@@ -138,6 +140,8 @@ def load_text_side(
     if folder is None:
         return None, None, ChatFormat()
     tokenizer = Tokenizer.from_folder(folder)
+    if config.task == Task.SCORE:
+        check_judge(tokenizer)
     templates = tokenizer.chat_templates
     if config.chat_template is not None:  # beats the model's own
         templates = {"default": read_chat_template(config.chat_template)}

@@ -88,8 +88,11 @@ _COUNTERS: dict[str, _Counted] = {
         ("400", "401", "404", "405", "413", "429", "500", "503", _OTHER),
         "Requests answered with an error before they reached the engine, by HTTP status",
     ),
+    "prompt_tokens_served": _Counted(
+        "", ("",), "Prompt tokens of finished samples, computed or reused"
+    ),
     "prompt_tokens_cached": _Counted(
-        "", ("",), "Prompt tokens of finished samples whose KV cache was reused"
+        "", ("",), "Prompt tokens of finished samples whose KV cache was reused, in whole blocks"
     ),
 }
 
@@ -172,6 +175,7 @@ class Metrics:
         }
         self._success = totals["request_success"]
         self._refused = totals["requests_refused"]
+        self._served = totals["prompt_tokens_served"]
         self._cached = totals["prompt_tokens_cached"]
         self.iterations = IterationLog(
             drain_iterations,
@@ -203,6 +207,7 @@ class Metrics:
         self._e2e.observe(event.e2e_s)
         self._prompt.observe(event.prompt_tokens)
         self._generated.observe(event.generated_tokens)
+        self._served.add(event.prompt_tokens)
         self._cached.add(event.cached_tokens)
         if event.decode_s is not None and event.generated_tokens > 1:
             self._decode.observe(event.decode_s)

@@ -39,7 +39,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "penstock_iteration_latency_seconds": ("trtllm_iteration_latency_seconds",),
     "penstock_iteration_tokens": ("vllm:iteration_tokens_total",),
     "penstock_request_success": ("trtllm_request_success", "vllm:request_success"),
-    "penstock_prompt_tokens_cached": ("vllm:prompt_tokens_cached",),
+    "penstock_prompt_tokens_served": ("trtllm_prompt_tokens", "vllm:prompt_tokens"),
+    "penstock_prompt_tokens_cached": ("trtllm_prompt_cached_tokens", "vllm:prompt_tokens_cached"),
 }
 
 _HELP: Mapping[str, str] = {  # fields of `EngineCounters`
@@ -84,7 +85,6 @@ _EXPOSED_AS: Mapping[str, str] = {  # fields whose metric has another name, whic
 }
 _GAUGES = frozenset(("max_steps_in_flight", *GAUGES))
 _COUNTER_ALIASES: Mapping[str, tuple[str, ...]] = {
-    "prompt_tokens": ("trtllm_prompt_tokens", "vllm:prompt_tokens"),
     "generated_tokens": ("trtllm_generation_tokens", "vllm:generation_tokens"),
     "drafted_tokens": ("vllm:spec_decode_num_draft_tokens",),
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens",),

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import uuid
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from penstock import log
 from penstock.server.errors import ErrorBody, explain
 from penstock.server.generations import Generations
+from penstock.server.large_reply import is_large
 from penstock.server.pipe import Pipe, pipe_of
 from penstock.types.outputs import TextDelta
 
@@ -119,14 +121,20 @@ class EventStream:
 
     An error after the first byte cannot change the status any more: it becomes an event. While the
     client reads too slowly its tokens are gathered and then sent as one event; however it ends, the
-    generations are closed.
+    generations are closed. From its first large delta on, the events are made in a thread.
     """
 
     def __init__(self, generations: Generations, responder: Responder) -> None:
-        self._generations = generations
-        self._writer: EventWriter = responder
         self._last_event = responder.last_event
+        self._begin(generations, responder)
+
+    def _begin(self, generations: Generations, writer: EventWriter) -> None:
+        self._generations = generations
+        self._writer = writer
         self._pipe: Pipe  # from the call on
+        self._is_large = False
+        self._later: deque[tuple[int, TextDelta]] = deque()
+        self._writing: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generations = self._generations
@@ -138,18 +146,40 @@ class EventStream:
             pipe.on_pause, pipe.on_resume = generations.hold, generations.release
             if pipe.is_paused:
                 generations.hold()
-            error = await until_disconnect(receive, generations.stream_to(self.write_event))
+            error = await until_disconnect(receive, self._write_all())
             await pipe.flush()
             await send({"type": "http.response.body", "body": await self._ending(error)})
         except ClientGone:
             pass
         finally:
+            if self._writing is not None:
+                self._writing.cancel()
             pipe.close()
             await generations.aclose()
 
+    async def _write_all(self) -> Exception | None:
+        error = await self._generations.stream_to(self.write_event)
+        try:
+            if self._writing is not None:
+                await self._writing
+        except Exception as bug:
+            return bug
+        return error
+
     def write_event(self, prompt_index: int, delta: TextDelta) -> None:
-        if data := self._writer.event(prompt_index, delta):
+        self._is_large = self._is_large or is_large(delta)
+        if self._is_large:
+            self._later.append((prompt_index, delta))
+            if self._writing is None:
+                self._writing = asyncio.create_task(self._write_later())
+        elif data := self._writer.event(prompt_index, delta):
             self._pipe.write(data)
+
+    async def _write_later(self) -> None:
+        while self._later:
+            if data := await asyncio.to_thread(self._writer.event, *self._later.popleft()):
+                self._pipe.write(data)
+        self._writing = None
 
     def _opening(self) -> bytes:
         return b""
@@ -164,8 +194,7 @@ class FramedStream(EventStream):
     """Of APIs that begin and end a stream with events of their own."""
 
     def __init__(self, generations: Generations, responder: FramedResponder) -> None:
-        self._generations = generations
-        self._writer = responder
+        self._begin(generations, responder)
         self._responder = responder
 
     def _opening(self) -> bytes:

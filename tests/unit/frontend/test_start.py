@@ -147,3 +147,9 @@ def test_a_given_template_beats_the_folders_own(tmp_path):
         _, template, _ = load_text_side(folder, config)
         rendered = ChatTemplate(template.templates, template.special_tokens)
         assert rendered.render(messages, options, 100) == expected
+
+
+def test_a_reranker_whose_verdicts_are_no_single_tokens_is_refused_at_start(folder):
+    with pytest.raises(ConfigError, match=r"'yes' is 3 tokens of this model.*embed"):
+        load_text_side(folder, EngineConfig(model=str(folder), task="score"))
+    load_text_side(folder, EngineConfig(model=str(folder), task="embed"))

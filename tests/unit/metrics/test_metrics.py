@@ -61,7 +61,11 @@ def test_a_request_fills_the_histograms_under_all_names():
     assert samples[("vllm:inter_token_latency_seconds_count",)] == 4
     assert math.isclose(samples[("vllm:inter_token_latency_seconds_sum",)], 0.4)
     assert math.isclose(samples[("trtllm_time_per_output_token_seconds_sum",)], 0.1)
-    assert samples[("vllm:prompt_tokens_cached_total",)] == 6
+    # As with both peers, what was reused is among the prompt's tokens.
+    for name in ("vllm:prompt_tokens", "trtllm_prompt_tokens"):
+        assert samples[(f"{name}_total",)] == 10
+    for name in ("vllm:prompt_tokens_cached", "trtllm_prompt_cached_tokens"):
+        assert samples[(f"{name}_total",)] == 6
 
 
 def test_a_single_token_has_no_time_per_output_token():

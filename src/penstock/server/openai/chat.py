@@ -15,7 +15,7 @@ from penstock.server.adapters import with_adapter
 from penstock.server.auth import on_behalf, tenant_of
 from penstock.server.body import read_body
 from penstock.server.generations import Generations
-from penstock.server.openai.large_reply import encoded, encoded_reply
+from penstock.server.large_reply import encoded, encoded_reply
 from penstock.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from penstock.server.openai.reply import (
     ChatChoice,

@@ -23,6 +23,11 @@ async def encoded_reply(
     return await asyncio.to_thread(encode) if num_entries > _MANY else encode()
 
 
+def is_large(delta: TextDelta) -> bool:
+    """Of one event of a stream."""
+    return len(delta.prompt_logprobs) + len(delta.logprobs) > _MANY
+
+
 def _num_entries(samples: Sequence[TextDelta]) -> int:
     """Those of a prompt come with one of its samples, and are written for each."""
     num_of_prompt = sum(len(one.prompt_logprobs) for one in samples)
