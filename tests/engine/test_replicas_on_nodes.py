@@ -138,7 +138,9 @@ def test_replicas_on_two_nodes_serve_behind_one_port_die_and_come_back(replicas)
             replicas.remote_engine().kill()
             why = "ended by signal 9 on node"
         errors = [one["error"] for one in replicas.ends() if "error" in one]
-        assert 0 < len(errors) < 8 and all(why in error for error in errors), errors
+        # An API server other than the first knows no more than that.
+        assert 0 < len(errors) < 8, errors
+        assert all(why in one or "the engine process ended; its log" in one for one in errors)
         if does_node_leave:
             assert replicas.num_up() == 1
             replicas.start(1)
