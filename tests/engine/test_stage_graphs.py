@@ -26,10 +26,6 @@ CASES = {
         "tiny",
         {"pipeline_parallel_size": 2, "speculative_config": SMALL_MODEL},
     ),
-    "llama, 3 stages, an Eagle3 head": (
-        "tiny",
-        {"pipeline_parallel_size": 3, "speculative_config": HEAD},
-    ),
     "llama, 2 stages of 2 context-parallel ranks, an Eagle3 head": (
         "tiny",
         {"pipeline_parallel_size": 2, "context_parallel_size": 2, "speculative_config": HEAD},
