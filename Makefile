@@ -76,8 +76,9 @@ save:  ## write the image as a tarball for other machines: tensorrt-llm-serve-la
 	mv $(TARBALL).part $(TARBALL)
 
 # A test that fails is tried once more and named in the summary: on a busy machine a time-out may be its own fault.
+# Three workers on two cores: one of them often waits, for a server or a time-out.
 test: $(DEV_STAMP)  ## run the whole test suite, on the CPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 -rR $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR $(ARGS)
 
 check: $(DEV_STAMP)  ## lint, formatting, types, import contracts
 	$(BIN)/ruff check .

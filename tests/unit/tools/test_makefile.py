@@ -55,7 +55,7 @@ def make(*arguments: str, folder: Path = ROOT, **env: str) -> subprocess.Complet
         (["bench-engine", "ARGS=--quick"], "benchmarks/table.py --quick"),
         (
             ["test", "ARGS=-k config"],
-            "pytest -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 -rR -k config",
+            "pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR -k config",
         ),
     ],
 )
